@@ -1,0 +1,55 @@
+"""Settings of the bridge and of the vLLM server behind it."""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_config import BaseConfig
+
+
+class EngineConfig(BaseConfig):
+    """How one vLLM server is started."""
+
+    model: str = ""
+    """Folder in Hugging Face format, or a hub id."""
+    served_name: str | None = None
+    """Model name that clients use; the value of `model` where unset."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Computation type of the engine. `float32` makes engine and trainer agree to 1e-4."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt plus completion in tokens; the model's own limit where unset."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Sequences decoded at once."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """KV cache size in GiB; unset, 1 GiB on CPU and vLLM's own choice on GPU."""
+    enforce_eager: bool | None = None
+    """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPU."""
+    seed: int = 0
+    """Engine seed, for requests that bring none."""
+    python: str = sys.executable
+    """Interpreter that starts the server; another one may hold another vLLM version."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds until the server must answer."""
+    extra_args: list[str] = Field(default_factory=list)
+    """Further `vllm serve` arguments, appended as they are."""
+
+
+class BridgeConfig(BaseConfig):
+    """The bridge's own settings; `engine` holds the server's."""
+
+    engine: EngineConfig = EngineConfig()
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback opens the weights and every captured token to that network."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to bind; 0 takes a free one and prints it."""
+    log_dir: Path | None = None
+    """Folder for `vllm_0.log`; unset, the server's output goes to standard error."""
+    ready_file: Path | None = None
+    """Written with the base URL once requests are served, for a parent process that waits for it."""
+    max_captured_calls: int = Field(100_000, ge=1)
+    """Captured calls kept for pick-up; the oldest are dropped (and counted) beyond that."""
+    drain_timeout: float = Field(600.0, gt=0)
+    """Seconds a weight update waits for requests in flight."""
+    request_timeout: float = Field(1800.0, gt=0)
+    """Seconds one request may take inside the engine."""
