@@ -17,11 +17,11 @@ class EngineConfig(BaseConfig):
     """Model name that clients use; the value of `model` where unset."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Computation type of the engine. `float32` makes engine and trainer agree to 1e-4."""
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion in tokens; the model's own limit where unset."""
-    max_num_seqs: int = Field(128, ge=1)
+    max_num_seqs: int = Field(default=128, ge=1)
     """Sequences decoded at once."""
-    kv_cache_gib: float | None = Field(None, gt=0)
+    kv_cache_gib: float | None = Field(default=None, gt=0)
     """KV cache size in GiB; unset, 1 GiB on CPU and vLLM's own choice on GPU."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPU."""
@@ -29,7 +29,7 @@ class EngineConfig(BaseConfig):
     """Engine seed, for requests that bring none."""
     python: str = sys.executable
     """Interpreter that starts the server; another one may hold another vLLM version."""
-    start_timeout: float = Field(600.0, gt=0)
+    start_timeout: float = Field(default=600.0, gt=0)
     """Seconds until the server must answer."""
     extra_args: list[str] = Field(default_factory=list)
     """Further `vllm serve` arguments, appended as they are."""
@@ -39,17 +39,19 @@ class BridgeConfig(BaseConfig):
     """The bridge's own settings; `engine` holds the server's."""
 
     engine: EngineConfig = EngineConfig()
+    version: int = Field(default=0, ge=0)
+    """Policy version of the weights that the engine starts with."""
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback opens the weights and every captured token to that network."""
-    port: int = Field(8000, ge=0, le=65535)
+    port: int = Field(default=8000, ge=0, le=65535)
     """Port to bind; 0 takes a free one and prints it."""
     log_dir: Path | None = None
     """Folder for `vllm_0.log`; unset, the server's output goes to standard error."""
     ready_file: Path | None = None
     """Written with the base URL once requests are served, for a parent process that waits for it."""
-    max_captured_calls: int = Field(100_000, ge=1)
+    max_captured_calls: int = Field(default=100_000, ge=1)
     """Captured calls kept for pick-up; the oldest are dropped (and counted) beyond that."""
-    drain_timeout: float = Field(600.0, gt=0)
+    drain_timeout: float = Field(default=600.0, gt=0)
     """Seconds a weight update waits for requests in flight."""
-    request_timeout: float = Field(1800.0, gt=0)
+    request_timeout: float = Field(default=1800.0, gt=0)
     """Seconds one request may take inside the engine."""

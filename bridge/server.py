@@ -28,7 +28,7 @@ class Bridge:
 
     def __init__(self, config: BridgeConfig, engine: Engine, directory: WeightDirectory) -> None:
         self.config, self.engine, self.directory = config, engine, directory
-        self.gate = VersionGate()
+        self.gate = VersionGate(config.version)
         self.store = CaptureStore(config.max_captured_calls)
 
     def application(self) -> web.Application:

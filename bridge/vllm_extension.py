@@ -20,7 +20,8 @@ else:
 
 def checksum(tensor: torch.Tensor) -> str:
     """CRC-32 of the tensor's bytes, as 8 hexadecimal digits."""
-    return f"{zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()):08x}"
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{zlib.crc32(data.data):08x}"
 
 
 class WeightExtension(_Base):

@@ -1,0 +1,213 @@
+"""The training command: picks a recipe, builds the parts, runs the loop, ends cleanly and says what happened."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pydantic_config import cli
+
+from bridge.engine import on_gpu
+from bridge.protocol import BridgeError
+from trainer.checkpoint import complete_checkpoints, load_progress
+from trainer.config import GrpoConfig
+from trainer.console import Display
+from trainer.environment import load_tasks, read_environment
+from trainer.errors import UserError
+from trainer.grpo import GrpoRun, Progress
+from trainer.learner import Learner
+from trainer.rollouts import VerifiersRollouts
+from trainer.runfolder import RunFolder
+from trainer.services import Services, start_services
+from trainer.tiny import tiny_model_dir
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Entry point of `python -m trainer.grpo`; exit code 0 after a whole run, 1 after an error, 130 after Ctrl-C."""
+    config = read_config(sys.argv[1:])
+    try:
+        sys.exit(asyncio.run(run_until_done(config)))
+    except (UserError, BridgeError) as error:
+        sys.exit(f"error: {error}")
+
+
+def read_config(args: list[str]) -> GrpoConfig:
+    """Parse the command line; without a recipe (`@ FILE`) the one for this machine is taken, and said."""
+    if "@" not in args and not {"--help", "-h", "--resume"} & set(args):
+        recipe = recipe_for_this_machine()
+        print(f"recipe {recipe.stem}: {_why(recipe)}. Choose another with `@ {recipe.parent}/NAME.toml`.")
+        args = [*args, "@", str(recipe)]
+    return cli(GrpoConfig, args=args, prog="python -m trainer.grpo")  # pyright: ignore[reportCallIssue]
+
+
+def recipe_folder() -> Path:
+    """Recipes of the source tree, or of the installed package."""
+    folders = (Path("configs"), Path(__file__).parents[1] / "configs", Path(__file__).parent / "configs")
+    return next((folder for folder in folders if (folder / "tiny_cpu.toml").is_file()), folders[0])
+
+
+def recipe_for_this_machine() -> Path:
+    """Without a GPU `tiny_cpu`; else Qwen3-4B on as many GPUs as there are, where such a recipe exists."""
+    folder = recipe_folder()
+    if on_gpu():
+        import torch
+
+        recipe = folder / f"qwen3_4b_{torch.cuda.device_count()}gpu.toml"
+        if recipe.is_file():
+            return recipe
+    return folder / "tiny_cpu.toml"
+
+
+def _why(recipe: Path) -> str:
+    if recipe.stem != "tiny_cpu":
+        return "for the GPUs found"
+    return "no recipe for these GPUs yet, so the CPU one" if on_gpu() else "no GPU found"
+
+
+async def run_until_done(config: GrpoConfig) -> int:
+    """A whole run; returns the exit code.
+
+    Raises:
+        UserError, BridgeError: with a message for the user; every child has ended by then.
+    """
+    loop = asyncio.get_running_loop()
+    main_task = asyncio.current_task()
+    assert main_task is not None
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            main_task.cancel()
+        else:
+            os._exit(INTERRUPTED)  # children carry a parent-death signal
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, on_signal)
+
+    environment = read_environment(config.env_config, config.env, config.taskset)
+    validation = read_environment(config.env_config, config.env, {**config.taskset, **config.validation.taskset})
+    train_tasks = load_tasks(environment.env)
+    held_out = load_tasks(validation.env)[: config.validation.problems] if config.validation.interval else []
+    model = model_path(config.model)
+    folder = RunFolder.open(config)
+    checkpoint = complete_checkpoints(folder.checkpoints)[-1] if config.resume else None
+    progress = Progress(**load_progress(checkpoint)) if checkpoint else Progress()
+    started = time.monotonic()
+    live = config.progress == "rich" or (config.progress == "auto" and sys.stdout.isatty())
+    title = f"GRPO on {config.env} with {Path(config.model).name}"
+    with Display(title, config.max_steps, progress.step, live) as display:
+        display.status("starting vLLM and the environment server")
+        run: GrpoRun | None = None
+        try:
+            with tempfile.TemporaryDirectory(prefix="vf-grpo-") as scratch:
+                weights = str(checkpoint or model)
+                bridge = bridge_config(config, weights, progress.step)
+                async with start_services(bridge, environment, Path(scratch), folder.logs) as services:
+                    learner = await asyncio.to_thread(Learner, config, weights)
+                    rollouts = VerifiersRollouts(
+                        services.environment.client,
+                        services.bridge,
+                        bridge.engine.served_name or "",
+                        model,
+                        config.sampling,
+                    )
+                    run = GrpoRun(
+                        config, folder, learner, rollouts, services, train_tasks, held_out, model, display, progress
+                    )
+                    if checkpoint:
+                        run.restore(checkpoint)
+                    await supervised(run, services)
+        except asyncio.CancelledError:
+            if run:
+                run.progress.seconds += time.monotonic() - started
+                run.save()
+            say_interrupted(display, folder, config, run)
+            return INTERRUPTED
+    assert run is not None
+    say_done(display, folder, run, run.progress.seconds + time.monotonic() - started)
+    return 0
+
+
+async def supervised(run: GrpoRun, services: Services) -> None:
+    """Train until done or until a child ends, whichever is first; a dead child is the error that gets reported."""
+    work, watch = asyncio.create_task(run.train()), asyncio.create_task(services.watch())
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done() and isinstance(work.exception(), BridgeError):
+            with contextlib.suppress(TimeoutError):  # a child that just died explains the failed call better
+                await asyncio.wait_for(asyncio.shield(watch), 2.0)
+        done = watch if watch.done() else work
+        await done
+    finally:
+        for task in (work, watch):
+            task.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+def model_path(model: str) -> str:
+    """The folder or hub id behind `model`.
+
+    Raises:
+        UserError: it looks like a path and is no folder with a `config.json`.
+    """
+    if model == "tiny":
+        return str(tiny_model_dir())
+    path = Path(model).expanduser()
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model folder {model!r} holds no config.json; name a folder in Hugging Face format")
+        return str(path)
+    if looks_local:
+        raise UserError(f"model {model!r} does not exist; name a folder, a hub id OWNER/NAME, or `tiny`")
+    return model
+
+
+def bridge_config(config: GrpoConfig, weights: str, version: int):
+    """The bridge's settings of this run: the trainer's model and dtype, the version that a resumed run is at."""
+    engine = config.bridge.engine.model_copy(
+        update={
+            "model": weights,
+            "dtype": config.dtype,
+            "served_name": config.bridge.engine.served_name or Path(config.model).name,
+            "seed": config.seed,
+        }
+    )
+    return config.bridge.model_copy(update={"engine": engine, "version": version})
+
+
+def say_interrupted(display: Display, folder: RunFolder, config: GrpoConfig, run: GrpoRun | None) -> None:
+    if run is None or run.saved_step <= 0:
+        display.say(f"\nInterrupted before the first step; nothing to resume. Logs: {folder.logs}")
+        return
+    display.say(f"\nInterrupted after step {run.saved_step}; checkpoint saved. To go on:")
+    display.say(f"  python -m trainer.grpo @ {folder.path / 'config.toml'} --resume")
+
+
+def say_done(display: Display, folder: RunFolder, run: GrpoRun, seconds: float) -> None:
+    rewards = run.progress.rewards
+    kind = "validation" if "validation_first" in rewards else "train"
+    before, after = rewards.get(f"{kind}_first"), rewards.get(f"{kind}_last")
+    folder.save_summary(
+        {"reward_before": before, "reward_after": after, "steps": run.progress.step, "seconds": round(seconds, 1)}
+    )
+    label = "held-out reward" if kind == "validation" else "training reward"
+    if before is not None and after is not None:
+        display.say(f"\n{label}: {before:.3f} before, {after:.3f} after {run.progress.step} steps ({seconds:.0f} s)")
+    display.say(f"run folder: {folder.path}")
+    checkpoints = complete_checkpoints(folder.checkpoints)
+    if checkpoints:
+        display.say(
+            "next: evaluate the result with\n"
+            f"  python -m bridge serve {checkpoints[-1]} --port 8000\n"
+            f"  vf-eval {run.config.env} -m {checkpoints[-1]} --client.base-url http://127.0.0.1:8000/v1 --no-push\n"
+            "or train another model: python -m trainer.grpo --help"
+        )
