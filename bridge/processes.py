@@ -75,7 +75,7 @@ class Child:
         where = f"; last lines of {self.log}:\n{self.tail()}" if self.log else ""
         return f"{self.name} ended with exit code {self.process.returncode}{where}"
 
-    async def stop(self, grace: float = 5.0) -> None:
+    async def stop(self, grace: float = 4.0) -> None:
         """SIGTERM to the process, then SIGKILL to whatever is left of its group after `grace` seconds."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -107,24 +106,18 @@ async def run_until_done(config: GrpoConfig) -> int:
         display.status("starting vLLM and the environment server")
         run: GrpoRun | None = None
         try:
-            with tempfile.TemporaryDirectory(prefix="vf-grpo-") as scratch:
-                weights = str(checkpoint or model)
-                bridge = bridge_config(config, weights, progress.step)
-                async with start_services(bridge, environment, Path(scratch), folder.logs) as services:
-                    learner = await asyncio.to_thread(Learner, config, weights)
-                    rollouts = VerifiersRollouts(
-                        services.environment.client,
-                        services.bridge,
-                        bridge.engine.served_name or "",
-                        model,
-                        config.sampling,
-                    )
-                    run = GrpoRun(
-                        config, folder, learner, rollouts, services, train_tasks, held_out, model, display, progress
-                    )
-                    if checkpoint:
-                        run.restore(checkpoint)
-                    await supervised(run, services)
+            weights = str(checkpoint or model)
+            bridge = bridge_config(config, weights, progress.step)
+            async with start_services(bridge, environment, folder.logs) as services:
+                learner = await asyncio.to_thread(Learner, config, weights)
+                name = bridge.engine.served_name or ""
+                rollouts = VerifiersRollouts(services.environment.client, services.bridge, name, model, config.sampling)
+                run = GrpoRun(
+                    config, folder, learner, rollouts, services, train_tasks, held_out, model, display, progress
+                )
+                if checkpoint:
+                    run.restore(checkpoint)
+                await supervised(run, services)
         except asyncio.CancelledError:
             if run:
                 run.progress.seconds += time.monotonic() - started

@@ -111,41 +111,53 @@ class EnvironmentServer:
             "max_concurrent": environment.serve.max_concurrent,
         }
         process = context.Process(target=serve_env, kwargs=kwargs, name="environment server")
-        with _quiet_sigint():
+        with _ignoring_sigint():
             process.start()
         theirs.close()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while True:
-            try:
-                address = addresses.get_nowait()
-                break
-            except queue.Empty:
-                if not process.is_alive() or loop.time() > deadline:
-                    process.kill()
-                    raise UserError(f"the environment server did not start; its log is {log}") from None
-                await asyncio.sleep(0.05)
-        client = EnvClient(address)
-        server = cls(process, ours, client)
+        client: EnvClient | None = None
         try:
-            await client.wait_for_server_startup(timeout, interval=0.5)
-        except BaseException:
-            await server.stop()
+            async with asyncio.timeout(timeout):
+                client = EnvClient(await _address(addresses, process, log))
+                await client.wait_for_server_startup(timeout, interval=0.5)
+        except BaseException as error:
+            await _end(process, ours, client, grace=0.0)
+            if isinstance(error, TimeoutError):
+                raise UserError(f"the environment server did not answer within {timeout:.0f} s; see {log}") from error
             raise
-        return server
+        return cls(process, ours, client)
 
     @property
     def running(self) -> bool:
         return self.process.is_alive()
 
-    async def stop(self, grace: float = 3.0) -> None:
-        await self.client.close()
-        self._death_pipe.close()
-        self.process.terminate()
-        await asyncio.to_thread(self.process.join, grace)
-        if self.process.is_alive():
-            self.process.kill()
-            await asyncio.to_thread(self.process.join)
+    async def stop(self, grace: float = 2.0) -> None:
+        await _end(self.process, self._death_pipe, self.client, grace)
+
+
+async def _address(addresses: Any, process: Any, log: Path) -> str:
+    """The address that the started server reports."""
+    while True:
+        try:
+            return addresses.get_nowait()
+        except queue.Empty:
+            if not process.is_alive():
+                raise UserError(f"the environment server did not start; see {log}") from None
+            await asyncio.sleep(0.05)
+
+
+async def _end(process: Any, death_pipe: Any, client: EnvClient | None, grace: float) -> None:
+    """End the server process: with `grace` seconds for its own clean-up, and its whole group in the end."""
+    if client:
+        await client.close()
+    death_pipe.close()
+    if grace:
+        process.terminate()
+        await asyncio.to_thread(process.join, grace)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    await asyncio.to_thread(process.join)
 
 
 def _find(path: Path) -> Path:
@@ -185,7 +197,7 @@ def _log_to(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_sigint() -> Iterator[None]:
+def _ignoring_sigint() -> Iterator[None]:
     """Start a child that ignores Ctrl-C until it is in a session of its own."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -45,22 +45,16 @@ class Services:
 
 
 @contextlib.asynccontextmanager
-async def start_services(
-    bridge: BridgeConfig, environment: EnvironmentFile, scratch: Path, logs: Path
-) -> AsyncIterator[Services]:
-    """Start both children side by side; on leaving, whatever happened, none is left.
-
-    Args:
-        scratch: folder for the files that pass between the processes.
-    """
+async def start_services(bridge: BridgeConfig, environment: EnvironmentFile, logs: Path) -> AsyncIterator[Services]:
+    """Start both children side by side; on leaving, whatever happened, none is left. Their files go to `logs`."""
     async with contextlib.AsyncExitStack() as stack:
-        settings, ready = scratch / "bridge.toml", scratch / "bridge.url"
+        settings, ready = logs / "bridge.toml", logs / "bridge.url"
         ready.unlink(missing_ok=True)
         bridge = bridge.model_copy(update={"ready_file": ready, "log_dir": logs})
         settings.write_text(tomli_w.dumps(bridge.model_dump(mode="json", exclude_none=True)))
         command = [sys.executable, "-m", "bridge", "serve", "@", str(settings)]
         process = await Child.start("bridge", command, logs / "bridge.log")
-        stack.push_async_callback(process.stop, 8.0)
+        stack.push_async_callback(process.stop, 7.0)
         server = await EnvironmentServer.start(environment, logs / "environment.log")
         stack.push_async_callback(server.stop)
         url = await _bridge_url(process, ready, bridge.engine.start_timeout)
