@@ -85,7 +85,8 @@ def main() -> None:
     args = args[1:]
     if not args[0].startswith(("-", "@")):
         args = ["--engine.model", *args]
-    config = cli(BridgeConfig, args=args, prog="python -m bridge serve MODEL", description=__doc__)  # pyright: ignore[reportCallIssue]
+    sys.argv[1:] = args
+    config = cli(BridgeConfig, prog="python -m bridge serve MODEL", description=__doc__)  # pyright: ignore[reportCallIssue]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(serve(config))

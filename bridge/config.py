@@ -23,6 +23,8 @@ class EngineConfig(BaseConfig):
     """Sequences decoded at once."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """KV cache size in GiB; unset, 1 GiB on CPU and vLLM's own choice on GPU."""
+    cpu_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine's matrix products; unset, one a core. Small models are fastest with 1."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPU."""
     seed: int = 0

@@ -36,6 +36,9 @@ def server_command(config: EngineConfig, port: int) -> list[str]:
     command += ["--worker-extension-cls", _EXTENSION, "--no-enable-log-requests", "--disable-uvicorn-access-log"]
     if eager:
         command.append("--enforce-eager")
+    if not on_gpu():
+        # A worker process of its own costs more in hand-over than a CPU model in one process gains.
+        command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     return command + config.extra_args
 
 
@@ -53,6 +56,8 @@ def server_environment(config: EngineConfig) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if not on_gpu():
         env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib or 1)))
+        if config.cpu_threads:
+            env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.cpu_threads)}
     return env
 
 

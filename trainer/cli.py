@@ -42,7 +42,9 @@ def read_config(args: list[str]) -> GrpoConfig:
         recipe = recipe_for_this_machine()
         print(f"recipe {recipe.stem}: {_why(recipe)}. Choose another with `@ {recipe.parent}/NAME.toml`.")
         args = [*args, "@", str(recipe)]
-    return cli(GrpoConfig, args=args, prog="python -m trainer.grpo")  # pyright: ignore[reportCallIssue]
+    # Only what it reads from sys.argv itself does pydantic_config answer with a message instead of a traceback.
+    sys.argv[1:] = args
+    return cli(GrpoConfig, prog="python -m trainer.grpo")  # pyright: ignore[reportCallIssue]
 
 
 def recipe_folder() -> Path:

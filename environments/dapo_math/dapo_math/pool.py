@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from multiprocessing import forkserver, popen_forkserver, spawn
-from typing import Any
+from typing import Any, cast
 
 import pebble
 from pebble import ProcessExpired, ProcessPool
@@ -91,7 +91,7 @@ def _shared_pool() -> ProcessPool:
                 max_tasks=TASKS_PER_WORKER,
                 initializer=worker.confine,
                 initargs=(MEMORY_BYTES,),
-                context=_Context(),
+                context=cast(Any, _Context()),
             )
             _owner = os.getpid()
         return _pool
