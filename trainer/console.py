@@ -55,7 +55,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line that stays on the screen."""
-        self.console.print(text)
+        self.console.print(text, soft_wrap=True)
 
     def status(self, text: str) -> None:
         """What the run is doing now."""
@@ -80,7 +80,8 @@ class Display:
             self.console.print(
                 f"step {step:4d}/{self.max_steps}  reward {metrics['reward/mean']:.3f}  "
                 f"length {metrics['response_length/mean']:.1f}  tokens/s {metrics['throughput/step']:.0f}  "
-                f"lag {metrics['staleness/max']:.0f}  k3 {metrics['mismatch/k3']:.1e}  {metrics['time/step']:.2f} s"
+                f"lag {metrics['staleness/max']:.0f}  k3 {metrics['mismatch/k3']:.1e}  {metrics['time/step']:.2f} s",
+                soft_wrap=True,
             )
 
     def _render(self) -> Panel:

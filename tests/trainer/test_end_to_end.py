@@ -1,0 +1,175 @@
+"""The training command with everything real: Verifiers, vLLM on the CPU, the tiny model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import tomli
+from safetensors.torch import load_file
+
+from tests.conftest import forward_logprobs
+from trainer.tiny import tiny_model_dir
+
+pytestmark = pytest.mark.engine
+
+RECIPE = ["--env", "dapo-math", "@", "configs/tiny_cpu.toml"]
+SMALL = ["--prompts-per-step", "4", "--samples-per-prompt", "4", "--validation.interval", "0", "--progress", "plain"]
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "trainer.grpo", *args]
+
+
+def train(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*RECIPE, *SMALL, *args), capture_output=True, text=True, timeout=300)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def still_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five steps at learning rate 0."""
+    out = tmp_path_factory.mktemp("still")
+    done = train(
+        *("--max-steps", "5", "--learning-rate", "0", "--output-dir", str(out), "--run-name", "still"),
+        *("--validation.interval", "5", "--validation.problems", "16"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out reward: " in done.stdout and str(out / "still") in done.stdout and "next:" in done.stdout
+    return out / "still"
+
+
+def test_at_learning_rate_zero_neither_weights_nor_mismatch_move(still_run: Path):
+    before = load_file(tiny_model_dir() / "model.safetensors")
+    after = load_file(still_run / "checkpoints" / "step_000005" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+    steps = [row for row in metrics(still_run) if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert all(row["mismatch/abs_max"] < 1e-4 and row["mismatch/k3"] < 1e-8 for row in steps)
+    assert all(row["ratio/mean"] == pytest.approx(1, abs=1e-5) and row["staleness/max"] == 0 for row in steps)
+
+
+def test_the_tokens_trained_on_are_the_engines_own_with_its_own_logprobs(still_run: Path, tiny: Any):
+    model, tokenizer = tiny
+    rows = pq.read_table(still_run / "episodes" / "step_000003.parquet").to_pylist()
+    assert len(rows) == 16
+    for row in rows:
+        first = row["sampled"].index(True)
+        prompt, completion = row["ids"][:first], row["ids"][first:]
+        assert all(row["sampled"][first:]) and row["versions"][first:] == [2] * len(completion)
+        expected = forward_logprobs(model, prompt, completion)
+        assert (expected - expected.new_tensor(row["logprobs"][first:])).abs().max() < 1e-4
+        assert tokenizer.decode(completion, skip_special_tokens=True) == row["response"]
+        assert row["prompt"] in tokenizer.decode(prompt)
+
+
+def test_a_run_folder_holds_what_the_docs_say(still_run: Path):
+    names = {path.name for path in still_run.iterdir()}
+    assert {"config.toml", "versions.json", "metrics.jsonl", "summary.json", "episodes", "checkpoints", "logs"} <= names
+    config = tomli.loads((still_run / "config.toml").read_text())
+    assert config["learning_rate"] == 0 and config["taskset"]["dataset"] == "arithmetic"
+    summary = json.loads((still_run / "summary.json").read_text())
+    assert summary.keys() == {"reward_before", "reward_after", "steps", "seconds"} and summary["steps"] == 5
+    assert json.loads((still_run / "versions.json").read_text())["verifiers"]
+    assert {"bridge.log", "environment.log", "vllm_0.log"} <= {path.name for path in (still_run / "logs").iterdir()}
+    checkpoint = still_run / "checkpoints" / "step_000005"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in checkpoint.iterdir()}
+    row = metrics(still_run)[-2]
+    for name in ("reward/mean", "truncation_rate", "entropy", "grad_norm", "time/step", "verdict/correct"):
+        assert name in row
+
+
+def test_training_in_two_parts_equals_training_in_one(tmp_path: Path):
+    common = ["--output-dir", str(tmp_path), "--sampling.seed", "7", "--learning-rate", "1e-3"]
+    assert train(*common, "--run-name", "whole", "--max-steps", "4").returncode == 0
+    assert train(*common, "--run-name", "parts", "--max-steps", "2").returncode == 0
+    resumed = subprocess.run(
+        command("@", str(tmp_path / "parts" / "config.toml"), "--resume", "--max-steps", "4"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    timed = re.compile(r"time/|throughput/")
+    for one, two in zip(whole, parts, strict=True):
+        assert one.keys() == two.keys()
+        for name in one:
+            if not timed.match(name):
+                assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    for step in range(1, 5):
+        rows = [
+            pq.read_table(tmp_path / run / "episodes" / f"step_{step:06d}.parquet").to_pylist()
+            for run in ("whole", "parts")
+        ]
+        assert [row["ids"] for row in rows[0]] == [row["ids"] for row in rows[1]]
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+def test_no_process_outlives_the_run_however_it_ends(tmp_path: Path, how: str):
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        args = [*RECIPE, *SMALL, "--max-steps", "1000", "--output-dir", str(tmp_path), "--run-name", "cut"]
+        process = subprocess.Popen(command(*args), stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 120
+        while "step    2" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        everyone = family(psutil.Process(process.pid))
+        assert len(everyone) >= 5, "controller, bridge, vLLM, its engine, environment server"
+        stopped = time.monotonic()
+        process.send_signal(getattr(signal, how))
+        process.wait(15)
+        if how == "SIGINT":
+            assert time.monotonic() - stopped < 10 and process.returncode == 130
+            assert "checkpoint saved" in log.read_text()
+            assert f"python -m trainer.grpo @ {tmp_path / 'cut' / 'config.toml'} --resume" in log.read_text()
+            assert "Traceback" not in log.read_text()
+        _, alive = psutil.wait_procs(everyone, timeout=10)
+        assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        shared = [
+            path for path in Path("/dev/shm").glob("vf-grpo-weights-*") if _owner(path) in {p.pid for p in everyone}
+        ]
+        assert not shared
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def _owner(path: Path) -> int:
+    return int(path.name.removeprefix("vf-grpo-weights-").split("-")[0])
+
+
+def test_a_dead_engine_ends_the_run_with_its_log(tmp_path: Path):
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        args = [*RECIPE, *SMALL, "--max-steps", "1000", "--output-dir", str(tmp_path), "--run-name", "dead"]
+        process = subprocess.Popen(command(*args), stdout=file, stderr=file)
+    deadline = time.monotonic() + 120
+    while "step    1" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    everyone = family(psutil.Process(process.pid))
+    (server,) = [p for p in everyone if "vllm.entrypoints.openai.api_server" in " ".join(p.cmdline())]
+    os.kill(server.pid, signal.SIGKILL)
+    assert process.wait(30) == 1
+    assert "error: " in log.read_text() and "vLLM server ended with exit code" in log.read_text()
+    _, alive = psutil.wait_procs(everyone, timeout=10)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
