@@ -98,7 +98,7 @@ def _from_boxes(text: str, boxes: list[_Box]) -> ParsedAnswer:
             break
         if _content(text, before) != content:
             return ParsedAnswer(content, "hedge", "box")
-    return ParsedAnswer(content, None, "box", "\n" not in text[last.end :].strip())
+    return ParsedAnswer(content, None, "box", "\n" not in text[last.end :].rstrip())
 
 
 def _content(text: str, box: _Box) -> str:

@@ -1,0 +1,134 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dapo_math import grade
+from dapo_math.arithmetic import ArithmeticConfig, arithmetic_problems
+from dapo_math.sources import SHIPPED, Columns, read_problems
+from dapo_math.taskset import PROMPTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_answer_verifies_against_itself(name: str):
+    problems = read_problems(name, Columns())
+    assert len(problems) >= 30 and len({problem.id for problem in problems}) == len(problems)
+    assert not [p.id for p in problems if grade(f"\\boxed{{{p.answer}}}", p.answer).reward != 1]
+
+
+operand_sets = st.sets(st.sampled_from("+-*"), min_size=1)
+
+
+@settings(deadline=None, max_examples=25)
+@given(operand_sets, st.integers(-5, 5), st.integers(12, 20), st.integers(2, 3), st.integers(0, 3))
+def test_arithmetic_splits_are_disjoint_up_to_order_and_answers_are_right(operations, low, span, terms, seed):
+    config = ArithmeticConfig(operations=sorted(operations), low=low, high=low + span, terms=terms, test_size=20)
+    train, test = (arithmetic_problems(config, split, seed) for split in ("train", "test"))
+
+    def family(text: str) -> tuple[str, ...]:
+        return tuple(sorted(text.removesuffix(" = ?").split(" ")))
+
+    assert len(test) == 20
+    assert not {family(p.text) for p in train} & {family(p.text) for p in test}
+    assert len({p.text for p in train}) == len(train)
+    for problem in [*train[:50], *test]:
+        assert int(problem.answer) == eval(problem.text.removesuffix(" = ?").replace("--", "- -"))
+    assert arithmetic_problems(config, "test", seed) == test
+
+
+def test_arithmetic_too_small_to_hold_out_says_so():
+    with pytest.raises(ValueError, match="too few to hold out test_size = 256"):
+        arithmetic_problems(ArithmeticConfig(high=3), "train", 0)
+
+
+PUBLISHED = {
+    "dapo": (
+        {
+            "data_source": "math_dapo",
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": PROMPTS["answer_line"].format(problem="What is 1+1?"),
+                }
+            ],
+            "reward_model": {"ground_truth": "2", "style": "rule"},
+            "extra_info": {"index": "uuid-1"},
+        },
+        ("uuid-1", "What is 1+1?", "2"),
+    ),
+    "filtered": (
+        {"source_prompt": [{"role": "user", "content": "What is 1+1?"}], "ground_truth": "2"},
+        ("file/1", "What is 1+1?", "2"),
+    ),
+    "aime24": ({"problem": "P", "answer": "073", "id": 60}, ("60", "P", "73")),
+    "aime25": ({"question": "P", "answer": "336^\\circ"}, ("file/1", "P", "336^\\circ")),
+    "amc23": ({"question": "P", "answer": 27.0}, ("file/1", "P", "27")),
+    "gsm8k": ({"question": "P", "answer": "so 1,000\n#### 1,000"}, ("file/1", "P", "1000")),
+    "math500": (
+        {"problem": "P", "solution": "long", "answer": "\\frac12", "unique_id": "a/1"},
+        ("a/1", "P", "\\frac12"),
+    ),
+    "chinese": ({"problem": "求 1+1 的值。", "answer": "2"}, ("file/1", "求 1+1 的值。", "2")),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_each_published_schema_is_read(name: str, suffix: str, tmp_path: Path):
+    row, expected = PUBLISHED[name]
+    path = tmp_path / f"file.{suffix}"
+    if suffix == "jsonl":
+        jsonl(path, [row])
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    (problem,) = read_problems(str(path), Columns())
+    assert (problem.id, problem.text, problem.answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"problem": "P"}, "no column 'answer' or 'ground_truth' or 'solution' for the answer"),
+        ({"answer": "1"}, "no column 'problem'"),
+        ({"problem": "", "answer": "1"}, "the problem is empty"),
+        ({"problem": "P", "answer": " "}, "the answer is empty"),
+        ({"problem": "P\x07", "answer": "1"}, "control character '\\\\x07'"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}, "found 2"),
+        ({"prompt": [], "answer": "1"}, "found 0"),
+        ({"problem": 5, "answer": "1"}, "the problem must be text, got int"),
+        ({"problem": "P", "answer": {"a": 1}}, "the answer must be text or a number, got dict"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_fault(row: dict[str, Any], fault: str, tmp_path: Path):
+    path = jsonl(tmp_path / "file.jsonl", [{"problem": "fine", "answer": "1"}, row])
+    with pytest.raises(ValueError, match=rf"file\.jsonl row 2: .*{fault}"):
+        read_problems(path, Columns())
+
+
+def test_broken_json_is_named(tmp_path: Path):
+    path = tmp_path / "file.jsonl"
+    path.write_text('{"problem": "P", "answer": "1"}\n{"problem"\n')
+    with pytest.raises(ValueError, match=r"file\.jsonl row 2: not valid JSON"):
+        read_problems(str(path), Columns())
+
+
+def test_repeated_rows_count_once_and_conflicting_ones_not_at_all(tmp_path: Path):
+    rows = [
+        {"problem": p, "answer": a} for p, a in [("same", "1"), ("same", "1"), ("two", "1"), ("two", "2"), ("x", "3")]
+    ]
+    assert [p.text for p in read_problems(jsonl(tmp_path / "f.jsonl", rows), Columns())] == ["same", "x"]
+
+
+def test_columns_can_be_named(tmp_path: Path):
+    path = jsonl(tmp_path / "f.jsonl", [{"q": "P", "a": "1", "key": "k"}])
+    (problem,) = read_problems(path, Columns(problem="q", answer="a", id="key"))
+    assert (problem.id, problem.text, problem.answer) == ("k", "P", "1")
