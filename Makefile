@@ -11,7 +11,7 @@ setup: .venv/.ready
 .venv/.ready: requirements/cpu.txt pyproject.toml environments/dapo_math/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 with venv found; install one, or name it: make PYTHON=..."; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(PIP) install --quiet $(PIP_TORCH_ARGS) --constraint requirements/cpu.txt torch
+	$(PIP) install --quiet $(PIP_TORCH_ARGS) torch==2.13.0
 	$(PIP) install --quiet --no-deps --requirement requirements/cpu.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable . --editable environments/dapo_math
 	touch $@

@@ -81,7 +81,8 @@ def main(out):
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
     model.tie_weights()
-    model.to(torch.bfloat16).save_pretrained(out)
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"wrote {out}")
 

@@ -27,7 +27,7 @@ class Services:
     def failure(self) -> str | None:
         """What to tell the user if a child has ended."""
         if not self.bridge_process.running:
-            return self.bridge_process.failure()
+            return _why_it_ended(self.bridge_process)
         if not self.environment.running:
             return f"the environment server ended with exit code {self.environment.process.exitcode}"
         return None
@@ -66,10 +66,14 @@ async def _bridge_url(process: Child, ready: Path, timeout: float) -> str:
     deadline = asyncio.get_running_loop().time() + timeout
     while not ready.exists():
         if not process.running:
-            reason = process.tail(30)
-            marker = "error: "
-            raise UserError(reason[reason.rindex(marker) + len(marker) :] if marker in reason else process.failure())
+            raise UserError(_why_it_ended(process))
         if asyncio.get_running_loop().time() > deadline:
             raise UserError(f"the bridge was not ready within {timeout:.0f} s; its log is {process.log}")
         await asyncio.sleep(0.1)
     return ready.read_text()
+
+
+def _why_it_ended(bridge: Child) -> str:
+    """The bridge's own last words, which name the cause; where it had none, its exit code and the end of its log."""
+    _, said, reason = f"\n{bridge.tail(60)}".rpartition("\nerror: ")
+    return reason if said else bridge.failure()
