@@ -1,5 +1,5 @@
-# setup: everything into .venv from pinned requirements · demo: train the tiny model · test, lint, bench: as they say
-.PHONY: setup demo test lint bench clean
+# setup: everything into .venv from pinned requirements · demo: train the tiny model · test, lint: as they say
+.PHONY: setup demo test lint clean
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 # Where PyTorch's CPU wheels are served, say so here to spare several GB of CUDA libraries: PIP_TORCH_ARGS="--index-url URL"
 PIP_TORCH_ARGS ?=
@@ -26,9 +26,6 @@ lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/basedpyright
-
-bench: setup
-	@for b in benchmarks/*.py; do echo "== $$b"; .venv/bin/python $$b || exit 1; done
 
 clean:
 	rm -rf .venv outputs .pytest_cache .ruff_cache

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pydantic_config import cli
 
@@ -121,11 +122,13 @@ async def run_until_done(config: GrpoConfig) -> int:
                     run.restore(checkpoint)
                 await supervised(run, services)
         except asyncio.CancelledError:
-            if run:
-                run.progress.seconds += time.monotonic() - started
-                run.save()
-            say_interrupted(display, folder, config, run)
+            keep_progress(run, started)
+            say_interrupted(display, folder, run)
             return INTERRUPTED
+        except (UserError, BridgeError):
+            if keep_progress(run, started):
+                say_how_to_resume(display, folder)
+            raise
     assert run is not None
     say_done(display, folder, run, run.progress.seconds + time.monotonic() - started)
     return 0
@@ -179,16 +182,29 @@ def bridge_config(config: GrpoConfig, weights: str, version: int):
     return config.bridge.model_copy(update={"engine": engine, "version": version})
 
 
-def say_interrupted(display: Display, folder: RunFolder, config: GrpoConfig, run: GrpoRun | None) -> None:
+def keep_progress(run: GrpoRun | None, started: float) -> bool:
+    """Save what an unfinished run has learned; whether there is anything to go on from."""
+    if run is None or run.progress.step == 0:
+        return False
+    run.progress.seconds += time.monotonic() - started
+    run.save()
+    return bool(complete_checkpoints(run.folder.checkpoints))
+
+
+def say_interrupted(display: Display, folder: RunFolder, run: GrpoRun | None) -> None:
     if run is None or run.saved_step <= 0:
         display.say(f"\nInterrupted before the first step; nothing to resume. Logs: {folder.logs}")
         return
-    display.say(f"\nInterrupted after step {run.saved_step}; checkpoint saved. To go on:")
-    display.say(f"  python -m trainer.grpo @ {folder.path / 'config.toml'} --resume")
+    display.say(f"\nInterrupted after step {run.saved_step}; checkpoint saved.")
+    say_how_to_resume(display, folder)
+
+
+def say_how_to_resume(display: Display, folder: RunFolder) -> None:
+    display.say(f"To go on:\n  {tool('python')} -m trainer.grpo @ {folder.path / 'config.toml'} --resume")
 
 
 def say_done(display: Display, folder: RunFolder, run: GrpoRun, seconds: float) -> None:
-    rewards = run.progress.rewards
+    rewards, config = run.progress.rewards, run.config
     kind = "validation" if "validation_first" in rewards else "train"
     before, after = rewards.get(f"{kind}_first"), rewards.get(f"{kind}_last")
     folder.save_summary(
@@ -200,9 +216,31 @@ def say_done(display: Display, folder: RunFolder, run: GrpoRun, seconds: float) 
     display.say(f"run folder: {folder.path}")
     checkpoints = complete_checkpoints(folder.checkpoints)
     if checkpoints:
+        taskset = flags("env.taskset", {**config.taskset, **config.validation.taskset})
         display.say(
-            "next: evaluate the result with\n"
-            f"  python -m bridge serve {checkpoints[-1]} --port 8000\n"
-            f"  vf-eval {run.config.env} -m {checkpoints[-1]} --client.base-url http://127.0.0.1:8000/v1 --no-push\n"
-            "or train another model: python -m trainer.grpo --help"
+            "next: ask the result yourself, through any OpenAI-compatible client, or evaluate it with Verifiers\n"
+            f"  {tool('python')} -m bridge serve {checkpoints[-1]} --port 8000\n"
+            f"  {tool('vf-eval')} {config.env} -m {checkpoints[-1]} -n 64 -r 1 "
+            "--client.base-url http://127.0.0.1:8000/v1 --client.api-key-var NONE "
+            f"--sampling.max-tokens {config.sampling.max_tokens} --env.agent.runtime.type subprocess "
+            f"{taskset} --no-push --no-rich\n"
+            f"or train something else: {tool('python')} -m trainer.grpo --help"
         )
+
+
+def tool(name: str) -> str:
+    """How to call a program of this environment from the current folder."""
+    path = Path(sys.executable).with_name(name)
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else name
+
+
+def flags(prefix: str, settings: dict[str, Any]) -> str:
+    """Settings as command-line flags; lists are left out, the environments' defaults cover them."""
+    parts = []
+    for key, value in settings.items():
+        name = f"{prefix}.{key.replace('_', '-')}"
+        if isinstance(value, dict):
+            parts.append(flags(name, value))
+        elif not isinstance(value, list):
+            parts.append(f"--{name} {value}")
+    return " ".join(filter(None, parts))

@@ -42,7 +42,7 @@ class Display:
         self._latest: dict[str, Any] = {}
         self._validation: list[tuple[int, float]] = []
         self._start = time.monotonic()
-        self._screen = Live(self._render(), console=self.console, refresh_per_second=4) if live else None
+        self._screen = Live(self._render(), console=self.console, refresh_per_second=2) if live else None
 
     def __enter__(self) -> "Display":
         if self._screen:

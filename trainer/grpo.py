@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,15 +156,15 @@ class GrpoRun:
         self.display.validation(step, reward, len(self.validation_tasks))
 
     def save(self) -> None:
-        """Checkpoint the finished step, unless it is on disk already."""
-        if self.saved_step != self.progress.step:
+        """Checkpoint the finished step, unless it is on disk already or an update broke off in the middle."""
+        if self.saved_step != self.progress.step == self.learner.version:
             keep = self.config.checkpoint.keep
             progress = vars(self.progress)
             step = self.progress.step
             save_checkpoint(self.folder.checkpoints, step, self.learner, self.tokenizer, progress, keep)
             self.saved_step = step
 
-    def restore(self, checkpoint: Any) -> None:
+    def restore(self, checkpoint: Path) -> None:
         """Continue exactly where `checkpoint` was written."""
         self.progress = Progress(**load_progress(checkpoint))
         self.saved_step = self.progress.step

@@ -14,9 +14,12 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import tomli
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+import bridge.client
 from tests.conftest import forward_logprobs
+from trainer.cli import main
 from trainer.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.engine
@@ -173,3 +176,33 @@ def test_a_dead_engine_ends_the_run_with_its_log(tmp_path: Path):
     assert "error: " in log.read_text() and "vLLM server ended with exit code" in log.read_text()
     _, alive = psutil.wait_procs(everyone, timeout=10)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_damaged_weight_update_ends_the_run_naming_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write = bridge.client.write_weights
+
+    def write_damaged(tensors: Any, path: Path) -> int:
+        named = dict(tensors)
+        size = write(named.items(), path)
+        if path.stem == "2":
+            damaged = {name: tensor.detach().clone() for name, tensor in named.items()}
+            damaged["model.layers.1.mlp.up_proj.weight"] += 0.01
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+            save_file(damaged, path, metadata=metadata)
+        return size
+
+    monkeypatch.setattr(bridge.client, "write_weights", write_damaged)
+    args = [*RECIPE, *SMALL, "--max-steps", "3", "--output-dir", str(tmp_path), "--run-name", "damaged"]
+    monkeypatch.setattr(sys, "argv", ["grpo", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert "weight update to version 2" in str(ended.value.code)
+    assert "'model.layers.1.mlp.up_proj.weight': its bytes differ" in str(ended.value.code)
+    assert [row["step"] for row in metrics(tmp_path / "damaged")] == [1]
+    assert not psutil.Process().children(recursive=True) or all(
+        "trainer" not in " ".join(p.cmdline()) and "bridge" not in " ".join(p.cmdline())
+        for p in psutil.Process().children(recursive=True)
+    )
