@@ -1,14 +1,35 @@
 """Settings of the bridge and of the vLLM server behind it."""
 
+import difflib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 
-class EngineConfig(BaseConfig):
+def did_you_mean(unknown: str, known: Iterable[str]) -> str:
+    """An end for an error message that names the nearest of `known`, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+
+
+class Settings(BaseConfig):
+    """A config class whose error for an unknown key names the nearest known one, at any depth."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        for key in data if isinstance(data, dict) else ():
+            if str(key).replace("-", "_") not in cls.model_fields:
+                raise ValueError(f"there is no setting {key!r} here; {did_you_mean(str(key), cls.model_fields)}")
+        return data
+
+
+class EngineConfig(Settings):
     """How one vLLM server is started."""
 
     model: str = ""
@@ -37,7 +58,7 @@ class EngineConfig(BaseConfig):
     """Further `vllm serve` arguments, appended as they are."""
 
 
-class BridgeConfig(BaseConfig):
+class BridgeConfig(Settings):
     """The bridge's own settings; `engine` holds the server's."""
 
     engine: EngineConfig = EngineConfig()

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_config import BaseConfig
 
-from bridge.config import BridgeConfig
+from bridge.config import BridgeConfig, Settings
 
 
-class SamplingConfig(BaseConfig):
+class SamplingConfig(Settings):
     """How the policy is sampled, in training and validation alike."""
 
     temperature: float = Field(default=1.0, gt=0)
@@ -36,14 +35,14 @@ class SamplingConfig(BaseConfig):
         return self
 
 
-class AdvantageConfig(BaseConfig):
+class AdvantageConfig(Settings):
     """How rewards of a group become advantages."""
 
     divide_by_std: bool = False
     """Divide by the group's population standard deviation plus 1e-6 (GRPO); off, reward minus mean (Dr. GRPO)."""
 
 
-class LossConfig(BaseConfig):
+class LossConfig(Settings):
     """The policy loss (DAPO's token mean with a dual clip)."""
 
     clip_low: float = Field(default=0.2, ge=0, lt=1)
@@ -54,7 +53,7 @@ class LossConfig(BaseConfig):
     """With a negative advantage the ratio counts at most this much."""
 
 
-class OptimizerConfig(BaseConfig):
+class OptimizerConfig(Settings):
     """AdamW."""
 
     betas: tuple[float, float] = (0.9, 0.98)
@@ -67,7 +66,7 @@ class OptimizerConfig(BaseConfig):
     """Steps over which the learning rate rises linearly to its value; constant afterwards."""
 
 
-class ValidationConfig(BaseConfig):
+class ValidationConfig(Settings):
     """Held-out problems, sampled as in training."""
 
     interval: int = Field(default=0, ge=0)
@@ -80,7 +79,7 @@ class ValidationConfig(BaseConfig):
     """Taskset settings that differ from training, such as `split = "test"`."""
 
 
-class CheckpointConfig(BaseConfig):
+class CheckpointConfig(Settings):
     """What is kept on disk for resuming and for use elsewhere."""
 
     interval: int = Field(default=50, ge=0)
@@ -89,7 +88,7 @@ class CheckpointConfig(BaseConfig):
     """How many of the newest checkpoints stay."""
 
 
-class GrpoConfig(BaseConfig):
+class GrpoConfig(Settings):
     """GRPO on a Verifiers environment, with vLLM behind the bridge."""
 
     env: str = "dapo-math"
@@ -101,7 +100,7 @@ class GrpoConfig(BaseConfig):
     model: str = "tiny"
     """Folder in Hugging Face format, hub id, or `tiny`: the model that ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Computation type of trainer and engine."""
+    """Computation type of trainer and engine. The trainer's own weights and optimizer states are float32 either way."""
     max_steps: int = Field(default=100, ge=0)
     """Optimizer updates."""
     prompts_per_step: int = Field(default=4, ge=1)

@@ -22,8 +22,9 @@ from verifiers.v1.configs.serve import ServeConfig, pool_serve_kwargs
 from verifiers.v1.serve import EnvClient, serve_env
 from verifiers.v1.serve.pool import env_config_data
 from verifiers.v1.task import Task
-from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
+from verifiers.v1.utils.loaders import load_taskset, resolve_env_config, taskset_config_type
 
+from bridge.config import did_you_mean
 from trainer.errors import UserError
 
 
@@ -66,7 +67,7 @@ def read_environment(path: Path, env: str, taskset: dict[str, Any]) -> Environme
             f"`pip install -e environments/{env.replace('-', '_')}`, or `prime env install OWNER/{env}`"
         ) from error
     except ValidationError as error:
-        raise UserError(f"environment {env!r}: {_explain(error)}") from error
+        raise UserError(f"environment {env!r}: {_explain(error, env)}") from error
 
 
 def load_tasks(env: EnvConfig) -> list[Task]:
@@ -180,8 +181,16 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _explain(error: ValidationError) -> str:
-    parts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e.get('input')!r})" for e in error.errors()]
+def _explain(error: ValidationError, env: str) -> str:
+    """Each fault with its path; an unknown taskset key with the nearest known one."""
+    parts = []
+    for fault in error.errors():
+        path = ".".join(map(str, fault["loc"]))
+        text = f"{path}: {fault['msg']} (got {fault.get('input')!r})"
+        if fault["type"] == "extra_forbidden" and fault["loc"][:-1] == ("taskset",):
+            known = taskset_config_type(env).model_fields
+            text = f"there is no setting {path}; {did_you_mean(str(fault['loc'][-1]), known)}"
+        parts.append(text)
     return "; ".join(parts)
 
 

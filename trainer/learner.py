@@ -12,11 +12,14 @@ from trainer.batch import Batch
 from trainer.config import GrpoConfig
 from trainer.errors import UserError
 from trainer.loss import policy_loss
-from trainer.model import load_model, token_logprobs
+from trainer.model import DTYPES, load_model, token_logprobs
 
 
 class Learner:
-    """Holds the weights; `version` counts the updates behind them."""
+    """Holds the float32 weights and the optimizer; `version` counts the updates behind them.
+
+    Weights stay in float32 whatever `dtype` computes in: a step of 1e-6 would round to nothing in bfloat16.
+    """
 
     def __init__(self, config: GrpoConfig, model_path: str | Path) -> None:
         if config.threads:
@@ -24,7 +27,8 @@ class Learner:
         torch.manual_seed(config.seed)
         self.config = config
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_model(model_path, config.dtype, self.device)
+        self.model = load_model(model_path, self.device)
+        self.dtype = DTYPES[config.dtype]
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -48,7 +52,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         for micro in batch.micro_batches:
             micro = micro.to(self.device)
-            logprobs_T, entropy_T = token_logprobs(self.model, micro)
+            logprobs_T, entropy_T = token_logprobs(self.model, micro, self.dtype)
             terms = policy_loss(
                 logprobs_T,
                 micro.behaviour_RL[micro.trained_RL],
@@ -96,8 +100,9 @@ class Learner:
         return self.config.learning_rate * min(1.0, (self.version + 1) / (warmup + 1))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under the names of the checkpoint; a tied matrix appears once."""
-        yield from self.model.named_parameters()
+        """Weights as the engine computes with them, under the checkpoint's names; a tied matrix appears once."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach().to(self.dtype)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside the weights."""

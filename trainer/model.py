@@ -17,32 +17,39 @@ HEAD_CHUNK = 4096
 transformers_logging.disable_progress_bar()
 
 
-def load_model(path: str | Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Load a causal language model for training.
+def load_model(path: str | Path, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model for training, its weights in float32.
 
     Raises:
         UserError: the folder does not exist or holds no model that transformers can load.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise UserError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     torch.nn.Module.to(model, device)
     return model.train()
 
 
-def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    model: PreTrainedModel, micro: MicroBatch, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob and entropy of every trained token of a micro-batch, in row order.
+
+    Args:
+        dtype: computation type of the layers; the head's products and the softmax are float32 whatever it is.
 
     Returns:
         logprobs_T: `log_softmax(logits / temperature)[target]`, float32 with gradient, [T].
         entropy_T: entropy in nats of the same distributions, float32 without gradient, [T].
     """
-    hidden_RLD = model.get_decoder()(input_ids=micro.ids_RL, use_cache=False).last_hidden_state
+    with torch.autocast(micro.ids_RL.device.type, dtype, enabled=dtype != torch.float32):
+        hidden_RLD = model.get_decoder()(input_ids=micro.ids_RL, use_cache=False).last_hidden_state
     hidden_TD = hidden_RLD[micro.trained_RL]
     targets_T = micro.targets_RL[micro.trained_RL]
     temperature_T = micro.temperature_R[:, None].expand_as(micro.trained_RL)[micro.trained_RL]
-    head_VD = cast(torch.nn.Linear, model.get_output_embeddings()).weight
+    # The engine has the head in `dtype`: the trainer sees the same rounding, the gradient goes to the float32 weights.
+    head_VD = cast(torch.nn.Linear, model.get_output_embeddings()).weight.to(dtype).float()
     parts = [
         checkpoint(
             _head,
@@ -62,7 +69,7 @@ def _head(
     hidden_CD: torch.Tensor, head_VD: torch.Tensor, targets_C: torch.Tensor, temperature_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One chunk of the language-model head in float32; recomputed in backward so that only one chunk's logits exist."""
-    logits_CV = (hidden_CD.float() @ head_VD.float().t()) / temperature_C[:, None]
+    logits_CV = (hidden_CD.float() @ head_VD.t()) / temperature_C[:, None]
     logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
     logprobs_C = logprobs_CV.gather(1, targets_C[:, None])[:, 0]
     with torch.no_grad():

@@ -14,7 +14,7 @@ from trainer.tiny import tiny_model_dir
 
 
 def learner(**settings: Any) -> Learner:
-    return Learner(GrpoConfig(dtype="float32", **settings), tiny_model_dir())
+    return Learner(GrpoConfig(**{"dtype": "float32", **settings}), tiny_model_dir())
 
 
 def sampled_by(model: Any, temperature: float = 1.0) -> list[Sample]:
@@ -87,3 +87,13 @@ def test_the_learning_rate_rises_linearly_and_stays():
         policy.version = version
         rates.append(policy._learning_rate())
     assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4])
+
+
+def test_bfloat16_training_moves_the_weights_at_a_small_learning_rate_and_publishes_bfloat16():
+    policy = learner(dtype="bfloat16", learning_rate=1e-6, max_mismatch=1.0)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    metrics = policy.step(make_batch(sampled_by(policy.model), [1.0, -1.0, 0.5], 10_000))
+    moved = sum(int((a != b).sum()) for a, b in zip(before, policy.model.parameters(), strict=True))
+    assert moved > 0.9 * sum(p.numel() for p in before)
+    assert metrics["mismatch/abs_mean"] < 0.1
+    assert {tensor.dtype for _, tensor in policy.named_weights()} == {torch.bfloat16}
