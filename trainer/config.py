@@ -22,7 +22,7 @@ class SamplingConfig(Settings):
     max_tokens: int = Field(default=2048, ge=1)
     """Longest completion in tokens."""
     seed: int | None = None
-    """Seeds every request by (seed, step, prompt, sample), so that a run repeats token for token; unset, vLLM's own."""
+    """Seeds each request by (seed, purpose, step, prompt, sample): the run repeats token for token. Unset, unseeded."""
 
     @model_validator(mode="after")
     def _whole_support(self) -> Self:

@@ -94,7 +94,7 @@ class GrpoRun:
         groups: list[Group] = []
         for _ in range(MAX_REPLACEMENT_ROUNDS):
             tasks = order.take(config.prompts_per_step - len(groups))
-            fresh = await self.rollouts.sample_groups(tasks, config.samples_per_prompt, step)
+            fresh = await self.rollouts.sample_groups(tasks, config.samples_per_prompt, (0, step))
             groups += [group for group in fresh if len(group.episodes) >= 2]
             if len(groups) == config.prompts_per_step:
                 return groups
@@ -110,18 +110,16 @@ class GrpoRun:
             group_advantages([e.reward for e in group.episodes], divide_by_std=config.advantage.divide_by_std)
             for group in groups
         ]
-        samples, sample_advantages = [], []
-        for group, values in zip(groups, advantages, strict=True):
-            for episode, advantage in zip(group.episodes, values, strict=True):
-                for sample in episode.samples:
-                    check_staleness(
-                        learner.version - sample.oldest_version, config.max_off_policy_steps, sample.session
-                    )
-                    samples.append(sample)
-                    sample_advantages.append(float(advantage))
+        pairs = [
+            (sample, float(advantage))
+            for group, values in zip(groups, advantages, strict=True)
+            for episode, advantage in zip(group.episodes, values, strict=True)
+            for sample in episode.samples
+        ]
+        fresh = [p for p in pairs if learner.version - p[0].oldest_version <= config.max_off_policy_steps]
         metrics = episode_metrics(groups, learner.version)
 
-        batch = make_batch(samples, sample_advantages, config.tokens_per_micro_batch)
+        batch = make_batch([s for s, _ in fresh], [a for _, a in fresh], config.tokens_per_micro_batch)
         metrics |= await asyncio.to_thread(learner.step, batch)
 
         published = time.monotonic()
@@ -133,6 +131,7 @@ class GrpoRun:
             "time/wait_rollouts": waited,
             "time/weight_update": now - published,
             "tokens/dropped": batch.dropped_tokens,
+            "staleness/dropped": len(pairs) - len(fresh),
         }
         metrics |= throughput(batch.trained_tokens, batch.total_tokens, metrics)
         self.folder.log_metrics({"step": step, "version": learner.version, **metrics})
@@ -147,7 +146,7 @@ class GrpoRun:
             return
         step, settings = self.progress.step, self.config.validation
         self.display.status(f"validating after {step} steps")
-        groups = await self.rollouts.sample_groups(self.validation_tasks, settings.samples_per_prompt, -1 - step)
+        groups = await self.rollouts.sample_groups(self.validation_tasks, settings.samples_per_prompt, (1, step))
         rewards = [episode.reward for group in groups for episode in group.episodes]
         reward = float(np.mean(rewards))
         self.folder.log_metrics({"step": step, "version": self.learner.version, "validation/reward": reward})
@@ -170,11 +169,6 @@ class GrpoRun:
         self.saved_step = self.progress.step
         load_learner_state(checkpoint, self.learner)
         self.folder.forget_after(self.progress.step)
-
-
-def check_staleness(staleness: int, bound: int, session: str) -> None:
-    if staleness > bound:
-        raise UserError(f"session {session} lags {staleness} policy versions, max_off_policy_steps allows {bound}")
 
 
 async def uninterrupted(work: Any) -> None:

@@ -58,11 +58,17 @@ class Group:
 
 
 class EpisodeFailed(Exception):
-    """An episode without a result. `cause` is `environment`, `engine` or `verifier_timeout`; never a reward."""
+    """An episode without a result, never a reward.
 
-    def __init__(self, cause: str, message: str) -> None:
+    Args:
+        cause: `environment`, `engine` or `verifier_timeout`.
+        message: what its error said.
+        sessions: its sessions, whose captured calls nobody will train on.
+    """
+
+    def __init__(self, cause: str, message: str, sessions: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.cause = cause
+        self.cause, self.sessions = cause, sessions
 
 
 class VerifiersRollouts:
@@ -84,25 +90,32 @@ class VerifiersRollouts:
             base_url=f"{bridge.url}/v1", api_key_var="VF_GRPO_NO_KEY", renderer_model_name=tokenizer, multiplex=256
         )
 
-    async def sample_groups(self, tasks: Sequence[Task], samples_per_prompt: int, step: int) -> list[Group]:
+    async def sample_groups(
+        self, tasks: Sequence[Task], samples_per_prompt: int, stream: tuple[int, int]
+    ) -> list[Group]:
         """One group per task, all sampled at once. Failed episodes are counted in their group, not scored.
+
+        Args:
+            stream: what the groups are for (0 training, 1 validation) and the step; tells their random seeds apart.
 
         Raises:
             UserError: every single episode failed; the first cause is quoted.
         """
         runs = [
-            self._episode(task, self._sampling(step, prompt, sample))
+            self._episode(task, self._sampling(stream, prompt, sample))
             for prompt, task in enumerate(tasks)
             for sample in range(samples_per_prompt)
         ]
         results = await asyncio.gather(*runs, return_exceptions=True)
         groups = [Group([]) for _ in tasks]
         records: list[tuple[int, WireEpisode]] = []
+        abandoned: list[str] = []
         failure = ""
         for number, result in enumerate(results):
             group = groups[number // samples_per_prompt]
             if isinstance(result, EpisodeFailed):
                 group.failures[result.cause] += 1
+                abandoned += result.sessions
                 failure = failure or str(result)
             elif isinstance(result, BaseException):
                 raise result
@@ -111,7 +124,7 @@ class VerifiersRollouts:
         if not records:
             raise UserError(f"all {len(results)} episodes failed; the first: {failure}")
         sessions = [trace.id for _, record in records for trace in record.traces]  # judges' too, or they would stay
-        captured = await self.bridge.take_calls(sessions)
+        captured = await self.bridge.take_calls([*sessions, *abandoned])
         for prompt, record in records:
             samples = []
             for trace in _trainable(record):
@@ -121,14 +134,14 @@ class VerifiersRollouts:
             groups[prompt].episodes.append(_episode_from(record, samples))
         return groups
 
-    def _sampling(self, step: int, prompt: int, sample: int) -> VerifiersSampling:
+    def _sampling(self, stream: tuple[int, int], prompt: int, sample: int) -> VerifiersSampling:
         settings = {
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
             "max_tokens": self.sampling.max_tokens,
         }
         if self.sampling.seed is not None:
-            sequence = np.random.SeedSequence((self.sampling.seed, step, prompt, sample))
+            sequence = np.random.SeedSequence((self.sampling.seed, *stream, prompt, sample))
             settings["seed"] = int(sequence.generate_state(1)[0])
         return VerifiersSampling(**settings)
 
@@ -139,14 +152,15 @@ class VerifiersRollouts:
             )
         except RuntimeError as error:
             raise EpisodeFailed("environment", str(error)) from error
+        sessions = [trace.id for trace in record.traces]
         errors = [*record.errors, *(error for trace in record.traces for error in trace.errors)]
         if not record.ok or errors:
             types = {error.type for error in errors}
             cause = "engine" if "ProviderError" in types else "environment"
             message = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason given"
-            raise EpisodeFailed(cause, message)
+            raise EpisodeFailed(cause, message, sessions)
         if record.is_timeout or any(trace.is_timeout for trace in record.traces):
-            raise EpisodeFailed("verifier_timeout", "a stage of the episode ran into its deadline")
+            raise EpisodeFailed("verifier_timeout", "a stage of the episode ran into its deadline", sessions)
         return record
 
 

@@ -100,6 +100,7 @@ def test_a_run_folder_holds_what_the_docs_say(still_run: Path):
 
 def test_training_in_two_parts_equals_training_in_one(tmp_path: Path):
     common = ["--output-dir", str(tmp_path), "--sampling.seed", "7", "--learning-rate", "1e-3"]
+    common += ["--validation.interval", "2", "--validation.problems", "8"]
     assert train(*common, "--run-name", "whole", "--max-steps", "4").returncode == 0
     assert train(*common, "--run-name", "parts", "--max-steps", "2").returncode == 0
     resumed = subprocess.run(
