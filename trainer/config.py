@@ -88,6 +88,13 @@ class CheckpointConfig(Settings):
     """How many of the newest checkpoints stay."""
 
 
+class RunBridgeConfig(BridgeConfig):
+    """The bridge of a run: as `python -m bridge serve`, on a free port."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one, so that runs do not meet."""
+
+
 class GrpoConfig(Settings):
     """GRPO on a Verifiers environment, with vLLM behind the bridge."""
 
@@ -122,7 +129,7 @@ class GrpoConfig(Settings):
     template or temperature. bfloat16 alone gives about 0.001."""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    bridge: BridgeConfig = BridgeConfig(port=0)
+    bridge: RunBridgeConfig = RunBridgeConfig()
     """The bridge and its engine. `bridge.engine.model` and `.dtype` follow `model` and `dtype`."""
     output_dir: Path = Path("outputs")
     """Where run folders go."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import main
+from trainer.cli import main, read_config
 
 RECIPE = ["@", "configs/tiny_cpu.toml"]
 
@@ -89,3 +89,8 @@ def test_help_documents_every_setting():
 def test_without_a_recipe_one_is_chosen_and_said(tmp_path: Path):
     done = run("trainer.grpo", "--env", "no-such-env", "--output-dir", str(tmp_path))
     assert "recipe tiny_cpu: no GPU found. Choose another with `@" in done.stdout
+
+
+def test_a_recipe_with_engine_settings_still_takes_a_free_port(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["grpo"])
+    assert read_config(RECIPE).bridge.port == 0
