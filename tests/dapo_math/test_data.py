@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from dapo_math import grade
 from dapo_math.arithmetic import ArithmeticConfig, arithmetic_problems
-from dapo_math.sources import SHIPPED, Columns, read_problems
+from dapo_math.sources import HUB, SHIPPED, Columns, Conflict, read_problems, read_with_conflicts
 from dapo_math.taskset import PROMPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +50,34 @@ def test_arithmetic_too_small_to_hold_out_says_so():
         arithmetic_problems(ArithmeticConfig(high=3), "train", 0)
 
 
+def test_an_operation_named_twice_gives_no_problem_twice():
+    problems = arithmetic_problems(ArithmeticConfig(operations=["+", "+"], high=20, test_size=20), "train", 0)
+    assert len({problem.text for problem in problems}) == len(problems)
+
+
+def test_of_many_problems_a_sample_is_split_and_the_test_side_does_not_depend_on_how_many_are_trained_on():
+    sizes = [ArithmeticConfig(high=9999, test_size=50, train_size=size) for size in (100, 1000)]
+    small, large = ([p.text for p in arithmetic_problems(config, "train", 0)] for config in sizes)
+    assert len(set(small)) == 100 and len(set(large)) == 1000 and set(small) < set(large)
+    tests = [arithmetic_problems(config, "test", 0) for config in sizes]
+    assert tests[0] == tests[1] and len(tests[0]) == 50
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ArithmeticConfig(high=400, train_size=300_000),
+        ArithmeticConfig(high=4, terms=8, test_size=400),
+        ArithmeticConfig(high=4, terms=8, test_size=900, train_size=5_000),
+    ],
+)
+def test_large_splits_end_in_problems_or_in_a_clear_error(config: ArithmeticConfig):
+    try:
+        assert len(arithmetic_problems(config, "train", 0)) <= config.train_size
+    except ValueError as error:
+        assert "too few to hold out" in str(error)
+
+
 PUBLISHED = {
     "dapo": (
         {
@@ -70,7 +98,7 @@ PUBLISHED = {
         ("file/1", "What is 1+1?", "2"),
     ),
     "aime24": ({"problem": "P", "answer": "073", "id": 60}, ("60", "P", "73")),
-    "aime25": ({"question": "P", "answer": "336^\\circ"}, ("file/1", "P", "336^\\circ")),
+    "aime25": ({"question": "P", "answer": "336^\\circ"}, ("file/1", "P", "336")),
     "amc23": ({"question": "P", "answer": 27.0}, ("file/1", "P", "27")),
     "gsm8k": ({"question": "P", "answer": "so 1,000\n#### 1,000"}, ("file/1", "P", "1000")),
     "math500": (
@@ -104,6 +132,11 @@ def test_each_published_schema_is_read(name: str, suffix: str, tmp_path: Path):
         ({"problem": "P\x07", "answer": "1"}, "control character '\\\\x07'"),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}, "found 2"),
         ({"prompt": [], "answer": "1"}, "found 0"),
+        (
+            {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "answer": "1"},
+            "exactly one user message, found 1 among 2",
+        ),
+        ({"problem": "P\ud800", "answer": "1"}, "control character"),
         ({"problem": 5, "answer": "1"}, "the problem must be text, got int"),
         ({"problem": "P", "answer": {"a": 1}}, "the answer must be text or a number, got dict"),
     ],
@@ -126,6 +159,67 @@ def test_repeated_rows_count_once_and_conflicting_ones_not_at_all(tmp_path: Path
         {"problem": p, "answer": a} for p, a in [("same", "1"), ("same", "1"), ("two", "1"), ("two", "2"), ("x", "3")]
     ]
     assert [p.text for p in read_problems(jsonl(tmp_path / "f.jsonl", rows), Columns())] == ["same", "x"]
+
+
+def test_the_left_out_problems_are_known_with_their_answers(tmp_path: Path):
+    rows = [{"id": i, "problem": "two", "answer": a} for i, a in enumerate(["1", "2", "1", "3"])]
+    rows.append({"id": 9, "problem": "x", "answer": "3"})
+    _, conflicts = read_with_conflicts(jsonl(tmp_path / "f.jsonl", rows), Columns())
+    assert conflicts == [Conflict("0", ("1", "2", "3"))]
+
+
+def test_spellings_of_one_number_are_no_conflict(tmp_path: Path):
+    answers = ["336", "336^\\circ", "336^{\\circ}", "0336", "336.0", 336, 336.0]
+    rows = [{"problem": "P", "answer": answer} for answer in answers]
+    assert [p.answer for p in read_problems(jsonl(tmp_path / "f.jsonl", rows), Columns())] == ["336"]
+
+
+def test_a_missing_id_column_is_named(tmp_path: Path):
+    path = jsonl(tmp_path / "file.jsonl", [{"problem": "P", "answer": "1", "id": "k"}])
+    with pytest.raises(ValueError, match=r"file\.jsonl row 1: no column 'uuid' for the id"):
+        read_problems(path, Columns(id="uuid"))
+
+
+def test_rows_are_numbered_as_an_editor_numbers_lines(tmp_path: Path):
+    path = tmp_path / "file.jsonl"
+    path.write_text('\n\n{"problem": "P"}\n')
+    with pytest.raises(ValueError, match=r"file\.jsonl row 3: no column 'answer'"):
+        read_problems(str(path), Columns())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "fault"),
+    [
+        ("jsonl", b"\xff\xfe", "row 1: not valid UTF-8"),
+        ("jsonl", b"[" * 100_000, "row 1: not valid JSON"),
+        ("jsonl", b"[1]", "row 1: must be a JSON object, got list"),
+        ("jsonl", b"\n", "no problems"),
+        ("parquet", b"PAR1", "after row 0: not a readable parquet file"),
+        ("parquet", b"", "after row 0: not a readable parquet file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_fault(suffix: str, content: bytes, fault: str, tmp_path: Path):
+    path = tmp_path / f"file.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"file\.{suffix}:? {fault}"):
+        read_problems(str(path), Columns())
+
+
+@pytest.mark.parametrize("language", ["all", "en", "cn"])
+def test_a_hub_set_is_asked_for_in_the_chosen_language(language: str, monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(*args: Any, split: str) -> list[dict[str, Any]]:
+        asked.append((*args, split))
+        return [PUBLISHED["dapo"][0]] * 3
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name, (hub_id, configuration, split) in HUB.items():
+        (problem,) = read_problems(name, Columns(), language)
+        assert (problem.id, problem.text, problem.answer) == ("uuid-1", "What is 1+1?", "2")
+        assert asked.pop() == (hub_id, language if configuration else None, split)
 
 
 def test_columns_can_be_named(tmp_path: Path):

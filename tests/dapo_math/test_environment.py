@@ -6,11 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 import verifiers.v1 as vf
 from aiohttp import web
+from dapo_math import harness
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.client import EvalClientConfig
 from verifiers.v1.types import SamplingConfig
@@ -95,11 +98,44 @@ def test_an_endpoint_error_fails_the_episode_and_is_no_zero_reward():
     assert any(error.type == "ProviderError" for trace in result.traces for error in trace.errors)
 
 
+def test_rollouts_share_one_client_session_and_close_it_after_the_last():
+    async def play() -> list[bool]:
+        config = resolve_env_config({"taskset": {"id": "dapo-math", "dataset": "gsm8k"}, "agent": AGENT})
+        environment = load_environment(config)
+        tasks = list(load_taskset(config.taskset))[:12]
+        async with Endpoint("\\boxed{18}") as url, environment.serving():
+            client = EvalClientConfig(base_url=url, api_key_var="NONE")
+            context = ModelContext(client=client, model="m", sampling=SamplingConfig(max_tokens=32))
+            return [e.ok for e in await asyncio.gather(*(environment.run_episode(t, context) for t in tasks))]
+
+    opened: list[Any] = []
+
+    def session(**kwargs: Any) -> Any:
+        opened.append(aiohttp.ClientSession(**kwargs))
+        return opened[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "aiohttp", SimpleNamespace(**{**vars(aiohttp), "ClientSession": session}))
+        assert all(asyncio.run(play()))
+    assert 1 <= len(opened) < 12 and all(session.closed for session in opened)
+    assert not harness._sessions
+
+
+def test_repeating_an_arithmetic_problem_earns_nothing():
+    result = episode(Endpoint("\\boxed{0 + 0}"), dataset="arithmetic", arithmetic={"high": 30})
+    task = result.traces[0].task.data
+    expression = task.prompt.split(" = ?")[0]
+    repeated = episode(Endpoint(f"\\boxed{{{expression}}}"), dataset="arithmetic", arithmetic={"high": 30})
+    assert repeated.ok and repeated.traces[0].reward == 0.0
+    answered = episode(Endpoint(f"\\boxed{{{task.answer}}}"), dataset="arithmetic", arithmetic={"high": 30})
+    assert answered.ok and answered.traces[0].reward == 1.0
+
+
 def test_a_failing_checker_fails_the_episode_and_is_no_zero_reward(monkeypatch: pytest.MonkeyPatch):
     from dapo_math import taskset
     from dapo_math.grading import CheckerError
 
-    async def broken(*_: object) -> None:
+    async def broken(*_: object, **__: object) -> None:
         raise CheckerError("no worker")
 
     monkeypatch.setattr(taskset, "agrade", broken)

@@ -67,12 +67,26 @@ def _after_thinking(response: str, opened: bool) -> str | None:
     return None if "<think>" in tail else tail
 
 
+def _first_box(text: str) -> int | None:
+    """Where the first box may begin; braces before it decide nothing, and most of a response stands there."""
+    found = [place for place in (text.find("\\boxed"), text.find("\\fbox")) if place >= 0]
+    if not found:
+        return None
+    start = min(found)
+    while start and text[start - 1] == "\\":  # in `\\boxed` the first backslash escapes the second
+        start -= 1
+    return start
+
+
 def _top_level_boxes(text: str) -> list[_Box] | None:
     """Boxes that stand in no other box, in order; None where one of them never closes."""
+    start = _first_box(text)
+    if start is None:
+        return []
     boxes: list[_Box] = []
     stack: list[tuple[int, int] | None] = []  # (start, content) of an open box, None for a plain brace
     open_boxes = 0
-    for match in _TOKENS.finditer(text):
+    for match in _TOKENS.finditer(text, start):
         token = match.group()
         if token == "{":
             stack.append(None)

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 MAX_DIGITS = 4000
 _MAX_EXPONENT = 400
+_MAX_GROUPS = 8  # each costs a pass over the text, and nobody means more than one
 
 _WRAPPERS = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|bf|rm|boxed|fbox|mbox|displaystyle)\s*\{([^{}]*)\}"
@@ -78,7 +79,9 @@ def clean(text: str) -> str:
         text = simpler
     text = re.sub(r"[ \t\n]+", " ", text).strip()
     text = text.rstrip(".").strip() if not re.search(r"\d\.$", text) else text[:-1].strip()
-    while text.startswith("{") and text.endswith("}") and _one_group(text):
+    for _ in range(_MAX_GROUPS):
+        if not (text.startswith("{") and text.endswith("}") and _one_group(text)):
+            break
         text = text[1:-1].strip()
     return text
 

@@ -5,26 +5,32 @@ own timeouts rest on SIGALRM, which works in a main thread alone. So each questi
 """
 
 import asyncio
-import multiprocessing
-import multiprocessing.context as context
 import os
+import signal
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import forkserver, popen_forkserver, spawn
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pebble
 from pebble import ProcessExpired, ProcessPool
 
-from dapo_math import worker
+from dapo_math import forkserver
 
+Job = Literal["check", "reads"]
 DEADLINE_SECONDS = 2.0
 MEMORY_BYTES = 2 * 2**30
 TASKS_PER_WORKER = 2000
+# Two at least: while a hostile answer holds one worker until its deadline, the others go on.
+WORKERS = max(2, min(4, os.cpu_count() or 2))
 # Waiting for a free worker is not the answer's fault, but it must end as well.
 QUEUE_SECONDS = 120.0
+
+# How a worker ends that somebody else ended: killed from outside, or (255) together with its fork server. An answer
+# that breaks a worker by itself makes it abort or crash in C code, which are other codes.
+_ENDED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 255)
 
 
 class CheckerError(RuntimeError):
@@ -35,6 +41,10 @@ class CheckerTimeout(Exception):
     """The answer took longer than the deadline or more memory than the limit."""
 
 
+class _PoolGone(Exception):
+    """The pool broke between its last use and this one, or could not start."""
+
+
 @dataclass(frozen=True)
 class Equivalence:
     """Whether `given` is mathematically the same as `gold`, both LaTeX."""
@@ -43,75 +53,69 @@ class Equivalence:
     given: str
 
 
-class _Popen(popen_forkserver.Popen):
-    """Starts a worker without importing the caller's main module in it, which may be heavy or have effects."""
-
-    def _launch(self, process_obj: Any) -> None:
-        me, real = threading.get_ident(), spawn.get_preparation_data
-
-        def without_main(name: str) -> dict[str, Any]:
-            data = real(name)
-            if threading.get_ident() == me:
-                data.pop("init_main_from_name", None)
-                data.pop("init_main_from_path", None)
-            return data
-
-        spawn.get_preparation_data = without_main
-        try:
-            super()._launch(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
-        finally:
-            spawn.get_preparation_data = real
-
-
-class _Process(context.ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        return _Popen(process_obj)
-
-
-class _Context(context.ForkServerContext):
-    Process = _Process
-
-
 _lock = threading.Lock()
 _pool: ProcessPool | None = None
-_owner: int | None = None
 
 
-def _shared_pool() -> ProcessPool:
-    """The process's pool, made on first use; a forked child makes its own."""
-    global _pool, _owner
+def _forget_pool() -> None:
+    # A forked child has none of the pool's threads, and may have inherited the lock while it was held.
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+    forkserver.forget()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _ask(job: Job, *args: str) -> Future[bool]:
+    """Schedules a function of `worker` on the process's pool, which is made on first use and replaced when it broke."""
+    global _pool
+    from dapo_math import worker  # here, for it imports SymPy
+
     with _lock:
-        if _pool is None or _owner != os.getpid() or not _pool.active:
+        if _pool is not None and not _pool.active:
+            broken, _pool = _pool, None
+            threading.Thread(target=_close, args=(broken,), daemon=True).start()
+        if _pool is None:
             pebble.CONSTS.term_timeout = 0.05  # a worker inside SymPy never minds SIGTERM: go on to SIGKILL
-            if forkserver._forkserver._forkserver_pid is None:  # pyright: ignore[reportAttributeAccessIssue]
-                multiprocessing.set_forkserver_preload([worker.__name__])
+            forkserver.preload(worker.__name__)
             _pool = ProcessPool(
-                max_workers=max(1, min(4, (os.cpu_count() or 2) // 2)),
+                max_workers=WORKERS,
                 max_tasks=TASKS_PER_WORKER,
                 initializer=worker.confine,
                 initargs=(MEMORY_BYTES,),
-                context=cast(Any, _Context()),
+                context=cast(Any, forkserver.Context()),
             )
-            _owner = os.getpid()
-        return _pool
+        try:
+            return _pool.schedule(getattr(worker, job), args, timeout=DEADLINE_SECONDS)
+        except (RuntimeError, OSError) as error:
+            raise _PoolGone(str(error)) from error
 
 
-def _ask(question: Equivalence) -> Future[bool]:
-    try:
-        return _shared_pool().schedule(worker.check, (question.gold, question.given), timeout=DEADLINE_SECONDS)
-    except RuntimeError as error:
-        raise CheckerError(f"the answer checker cannot start: {error}") from error
+def _close(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
+
+
+def _blameless(error: BaseException) -> bool:
+    """Whether the worker was lost for no reason of the answer's, so that asking again is right."""
+    if isinstance(error, ProcessExpired):
+        return error.exitcode in _ENDED_FROM_OUTSIDE
+    return isinstance(error, BrokenProcessPool | _PoolGone)
 
 
 def _reason(error: BaseException) -> Exception:
     """What an exception of the pool means to the caller."""
     if isinstance(error, FutureTimeout | MemoryError | RecursionError):
         return CheckerTimeout(str(error))
-    if isinstance(error, ProcessExpired):
+    if isinstance(error, ProcessExpired) and not _blameless(error):
         # The memory limit ends some workers from inside C code; the answer did that.
         return CheckerTimeout(f"the worker ended with code {error.exitcode}")
     return CheckerError(f"the answer checker failed: {type(error).__name__}: {error}")
+
+
+def _overfull() -> CheckerError:
+    return CheckerError(f"no worker was free within {QUEUE_SECONDS:.0f} s")
 
 
 def equivalent(question: Equivalence) -> bool:
@@ -120,21 +124,43 @@ def equivalent(question: Equivalence) -> bool:
     Raises:
         CheckerTimeout, CheckerError: see there.
     """
-    future = _ask(question)
-    try:
-        return future.result(QUEUE_SECONDS)
-    except Exception as error:
-        if isinstance(error, FutureTimeout) and not future.done():
-            raise CheckerError(f"no worker was free within {QUEUE_SECONDS:.0f} s") from error
-        raise _reason(error) from error
+    for attempt in (1, 2):
+        future = None
+        try:
+            future = _ask("check", question.gold, question.given)
+            return future.result(QUEUE_SECONDS)
+        except Exception as error:
+            if future is not None and not future.done():
+                future.cancel()
+                raise _overfull() from error
+            if attempt == 2 or not _blameless(error):
+                raise _reason(error) from error
+    raise AssertionError("unreachable")
 
 
 async def equivalent_async(question: Equivalence) -> bool:
     """As `equivalent`, on the running event loop."""
-    future = _ask(question)
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), QUEUE_SECONDS)
-    except Exception as error:
-        if isinstance(error, FutureTimeout) and not future.done():
-            raise CheckerError(f"no worker was free within {QUEUE_SECONDS:.0f} s") from error
-        raise _reason(error) from error
+    return await _answer_async("check", question.gold, question.given)
+
+
+async def reads_async(answer: str) -> bool:
+    """Whether math-verify finds mathematics in `answer`, and not text alone.
+
+    Raises:
+        CheckerTimeout, CheckerError: see there.
+    """
+    return await _answer_async("reads", answer)
+
+
+async def _answer_async(job: Job, *args: str) -> bool:
+    for attempt in (1, 2):
+        future = None
+        try:
+            future = await asyncio.to_thread(_ask, job, *args) if _pool is None else _ask(job, *args)
+            return await asyncio.wait_for(asyncio.wrap_future(future), QUEUE_SECONDS)
+        except Exception as error:
+            if future is not None and (future.cancelled() or not future.done()):
+                raise _overfull() from error
+            if attempt == 2 or not _blameless(error):
+                raise _reason(error) from error
+    raise AssertionError("unreachable")

@@ -72,7 +72,7 @@ class DapoMathTask(vf.Task[DapoMathData]):
         The same check fills the metrics: one 0/1 metric a verdict, and how the answer was given.
         """
         response = trace.last_reply or ""
-        result = await agrade(response, self.data.answer)
+        result = await agrade(response, self.data.answer, problem=self.data.prompt_text)
         trace.record_metrics({f"verdict/{name}": float(result.verdict == name) for name in VERDICTS})
         trace.record_metric("answer_on_last_line", float(result.last_line))
         trace.record_metric("response_chars", float(len(response)))

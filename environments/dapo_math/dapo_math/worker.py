@@ -38,6 +38,11 @@ def check(gold: str, given: str) -> bool:
     return _close(parsed_gold[0], parsed_given[0])
 
 
+def reads(answer: str) -> bool:
+    """Whether math-verify finds anything but text in `answer`; of a text, it accepts the same text alone."""
+    return any(not isinstance(found, str) for found in parse(f"\\boxed{{{answer}}}", parsing_timeout=0))
+
+
 def _plain(given: str) -> str:
     """Spellings that the parser misreads, in the form that it reads."""
     given = re.sub(r"\+\s*-", "-", given)
@@ -50,6 +55,7 @@ def _close(gold: object, given: object) -> bool:
     """math-verify rounds to six decimals, so small numbers all look alike: numbers must agree to six digits too."""
     if not (isinstance(gold, Expr) and isinstance(given, Expr) and gold.is_number and given.is_number):
         return True
-    difference = abs((gold - given).evalf(20))
-    scale = max(abs(gold.evalf(20)), abs(given.evalf(20)))
-    return bool(difference <= scale * 1e-6)
+    difference, *sizes = (abs(value.evalf(20)) for value in (gold - given, gold, given))
+    if not all(value.is_Number and value.is_finite for value in (difference, *sizes)):
+        return True  # infinities and the like have no digits to compare
+    return bool(difference <= max(sizes) * 1e-6)
