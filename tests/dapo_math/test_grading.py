@@ -295,6 +295,38 @@ def test_no_worker_outlives_a_killed_parent():
     assert not alive
 
 
+STUCK = """
+import dapo_math, os, threading, time
+dapo_math.grade('\\\\boxed{\\\\sqrt{8}}', '2\\\\sqrt{2}')
+dapo_math.pool.DEADLINE_SECONDS = 60
+threading.Thread(target=dapo_math.grade, args=('\\\\boxed{9^{9^{9^{9}}}}', '34'), daemon=True).start()
+time.sleep(0.5)
+child = os.fork() if FORKED else 1
+print(child, flush=True) if child else None
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_worker_stuck_in_an_answer_ends_with_its_killed_parent_even_if_a_forked_child_lives_on(forked: bool):
+    code = STUCK.replace("FORKED", str(forked))
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    child = int(parent.stdout.readline())
+    workers = [process for process in children(parent.pid) if "forkserver" in str(process.cmdline())]
+    try:
+        assert len(workers) == 1 + pool.WORKERS
+        parent.kill()
+        parent.wait()
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+    finally:
+        for process in [process for process in workers if process.is_running()]:
+            process.kill()
+        if forked:
+            os.kill(child, 9)
+
+
 def test_a_worker_does_not_import_the_callers_main_module(tmp_path: Path):
     script = tmp_path / "main.py"
     script.write_text(

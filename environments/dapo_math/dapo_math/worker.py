@@ -2,10 +2,13 @@
 
 import ctypes
 import logging
+import os
 import re
 import resource
 import signal
 import sys
+from multiprocessing import forkserver
+from typing import Any
 
 from math_verify import parse, verify
 from sympy import Expr
@@ -18,6 +21,12 @@ _PR_SET_PDEATHSIG = 1
 
 def confine(memory_bytes: int) -> None:
     """Limit this process's address space and have the kernel end it with its parent."""
+    # Every worker is handed a copy of what tells the fork server that the caller lives. Kept, the server would wait for
+    # a worker that is stuck in an answer; closed, it ends with the caller and takes the workers along.
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
