@@ -15,13 +15,14 @@ from bridge.engine import on_gpu
 from bridge.protocol import BridgeError
 from trainer.checkpoint import complete_checkpoints, load_progress
 from trainer.config import GrpoConfig
-from trainer.console import Display
+from trainer.console import Display, checking_bar
 from trainer.environment import load_tasks, read_environment
 from trainer.errors import UserError
 from trainer.grpo import GrpoRun, Progress
 from trainer.learner import Learner
 from trainer.rollouts import VerifiersRollouts
 from trainer.runfolder import RunFolder
+from trainer.selfcheck import checked_tasks
 from trainer.services import Services, start_services
 from trainer.tiny import tiny_model_dir
 
@@ -99,6 +100,9 @@ async def run_until_done(config: GrpoConfig) -> int:
     train_tasks = load_tasks(environment.env)
     held_out = load_tasks(validation.env)[: config.validation.problems] if config.validation.interval else []
     model = model_path(config.model)
+    with checking_bar(sys.stderr.isatty()) as bar:
+        train_tasks = await checked_tasks(train_tasks, config.env, config.self_check, bar)
+        held_out = await checked_tasks(held_out, config.env, config.self_check, bar)
     folder = RunFolder.open(config)
     checkpoint = complete_checkpoints(folder.checkpoints)[-1] if config.resume else None
     progress = Progress(**load_progress(checkpoint)) if checkpoint else Progress()

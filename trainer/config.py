@@ -104,6 +104,9 @@ class GrpoConfig(Settings):
     """The environment server's file (taskset, harness, runtime, pool)."""
     taskset: dict[str, Any] = Field(default_factory=dict)
     """Taskset settings on top of those of `env_config`, such as `dataset` or `prompt_style`."""
+    self_check: Literal["stop", "drop", "off"] = "stop"
+    """Before anything starts, each task's own `validate()` must accept its known answer. When one does not: `stop` with
+    the list, `drop` those tasks and train on the rest, or `off`: do not check."""
     model: str = "tiny"
     """Folder in Hugging Face format, hub id, or `tiny`: the model that ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -1,6 +1,8 @@
 """What a person sees while a run goes on: a live table on a terminal, one line a step elsewhere."""
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console, Group
@@ -101,3 +103,12 @@ class Display:
             text = "  ".join(f"{reward:.3f} (step {step})" for step, reward in self._validation[-3:])
             table.add_row("held-out reward", text, "")
         return Panel(Group(table, self.progress), title=self.title, title_align="left")
+
+
+@contextlib.contextmanager
+def checking_bar(live: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error while tasks are checked, gone afterwards; yields what takes (done, total)."""
+    columns = TextColumn("checking known answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not live) as progress:
+        bar = progress.add_task("")
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
