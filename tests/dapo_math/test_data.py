@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from dapo_math import grade
 from dapo_math.arithmetic import ArithmeticConfig, arithmetic_problems
+from dapo_math.problems import PROMPTS
 from dapo_math.sources import HUB, SHIPPED, Columns, Conflict, read_problems, read_with_conflicts
-from dapo_math.taskset import PROMPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from dapo_math import CheckerError, agrade, extract, grade, parse_answer, pool
-from dapo_math.taskset import PROMPTS
+from dapo_math.problems import PROMPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pebble import ProcessExpired

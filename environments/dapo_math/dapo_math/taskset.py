@@ -1,57 +1,24 @@
 """The Verifiers v1 taskset: problems as tasks, the checker as their reward."""
 
 from collections.abc import Iterable
-from typing import Literal
 
 import verifiers.v1 as vf
-from pydantic import Field
 
-from dapo_math.arithmetic import ArithmeticConfig, arithmetic_problems
 from dapo_math.grading import VERDICTS, agrade
-from dapo_math.sources import Columns, Problem, read_problems
-
-PROMPTS = {
-    "boxed": "{problem}\n\nReason step by step, and put your final answer within \\boxed{{}}.",
-    "answer_line": (
-        "Solve the following math problem step by step. The last line of your response should be of the form "
-        "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
-        'Remember to put your answer on its own line after "Answer:".'
-    ),
-    "plain": "{problem}",
-}
-"""`answer_line` is the wording of the DAPO-Math data set."""
+from dapo_math.problems import ProblemsConfig, ask, load_problems
+from dapo_math.sources import Problem
 
 
-class DapoMathConfig(vf.TasksetConfig):
+class DapoMathConfig(ProblemsConfig, vf.TasksetConfig):
     """Which problems, and how they are asked."""
-
-    dataset: str = "gsm8k"
-    """`arithmetic`, `gsm8k`, `math500`, `aime24`, `aime25`, `amc23` (in the package), `dapo-17k`,
-    `dapo-17k-processed`, `dapo-17k-filtered` (from the hub), or a path to a .jsonl or .parquet file."""
-    split: Literal["train", "test"] = "train"
-    """`arithmetic` holds out test problems; the other sets have one split, whatever this says."""
-    prompt_style: Literal["boxed", "answer_line", "plain"] = "boxed"
-    """How the final answer is asked for; `plain` gives the problem alone."""
-    instruction: str | None = None
-    """System prompt of every task."""
-    language: Literal["all", "en", "cn"] = "all"
-    """Language of `dapo-17k-processed`."""
-    problem_column: str | None = None
-    """Column of a local file that holds the problem; unset, the usual names are tried."""
-    answer_column: str | None = None
-    """Column of a local file that holds the answer."""
-    id_column: str | None = None
-    """Column of a local file that holds a durable id."""
-    limit: int | None = Field(default=None, ge=1)
-    """At most so many problems, the first of the set's order."""
-    seed: int = 0
-    """Makes and splits `arithmetic`."""
-    arithmetic: ArithmeticConfig = ArithmeticConfig()
 
 
 class DapoMathData(vf.TaskData):
     """A problem with its known answer."""
 
+    # Verifiers before 0.4 has no such field.
+    id: str | None = None
+    """The problem's durable id within its set."""
     answer: str
     """The known answer."""
     source: str = ""
@@ -87,10 +54,11 @@ class DapoMathTaskset(vf.Taskset[DapoMathTask, DapoMathConfig]):
     """Math problems with one known answer each."""
 
     def load(self) -> Iterable[DapoMathTask]:
-        for problem in self.problems()[: self.config.limit]:
+        for index, problem in enumerate(self.problems()[: self.config.limit]):
             data = DapoMathData(  # pyright: ignore[reportCallIssue]
+                idx=index,  # Verifiers 0.2 asks for it; later versions set it themselves
                 id=problem.id,
-                prompt=PROMPTS[self.config.prompt_style].format(problem=problem.text),
+                prompt=ask(problem, self.config),
                 system_prompt=self.config.instruction,
                 answer=problem.answer,
                 source=problem.source,
@@ -98,8 +66,4 @@ class DapoMathTaskset(vf.Taskset[DapoMathTask, DapoMathConfig]):
             yield DapoMathTask(data, self.config.task)
 
     def problems(self) -> list[Problem]:
-        config = self.config
-        if config.dataset == "arithmetic":
-            return arithmetic_problems(config.arithmetic, config.split, config.seed)
-        columns = Columns(config.problem_column, config.answer_column, config.id_column)
-        return read_problems(config.dataset, columns, config.language)
+        return load_problems(self.config)
