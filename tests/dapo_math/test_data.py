@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from dapo_math import grade
 from dapo_math.arithmetic import ArithmeticConfig, arithmetic_problems
-from dapo_math.problems import PROMPTS
-from dapo_math.sources import HUB, SHIPPED, Columns, Conflict, read_problems, read_with_conflicts
+from dapo_math.problems import PROMPTS, ProblemsConfig, load_problems
+from dapo_math.sources import SHIPPED, Columns, Conflict, read_problems, read_with_conflicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,7 +143,7 @@ def test_each_published_schema_is_read(name: str, suffix: str, tmp_path: Path):
 )
 def test_a_bad_row_is_named_with_its_fault(row: dict[str, Any], fault: str, tmp_path: Path):
     path = jsonl(tmp_path / "file.jsonl", [{"problem": "fine", "answer": "1"}, row])
-    with pytest.raises(ValueError, match=rf"file\.jsonl row 2: .*{fault}"):
+    with pytest.raises(ValueError, match=rf"file\.jsonl row 2 \(id file/2\): .*{fault}"):
         read_problems(path, Columns())
 
 
@@ -183,7 +183,7 @@ def test_a_missing_id_column_is_named(tmp_path: Path):
 def test_rows_are_numbered_as_an_editor_numbers_lines(tmp_path: Path):
     path = tmp_path / "file.jsonl"
     path.write_text('\n\n{"problem": "P"}\n')
-    with pytest.raises(ValueError, match=r"file\.jsonl row 3: no column 'answer'"):
+    with pytest.raises(ValueError, match=r"file\.jsonl row 3 .*no column 'answer'"):
         read_problems(str(path), Columns())
 
 
@@ -205,24 +205,57 @@ def test_a_file_that_cannot_be_read_is_named_with_its_fault(suffix: str, content
         read_problems(str(path), Columns())
 
 
-@pytest.mark.parametrize("language", ["all", "en", "cn"])
-def test_a_hub_set_is_asked_for_in_the_chosen_language(language: str, monkeypatch: pytest.MonkeyPatch):
-    import datasets
+def test_the_order_is_the_sets_own_until_it_is_shuffled_by_seed():
+    def ids(**settings: Any) -> list[str]:
+        return [p.id for p in load_problems(ProblemsConfig(dataset="aime24", **settings))]
 
-    asked: list[tuple[Any, ...]] = []
+    assert ids() == ids(seed=1) == [f"aime24/{n}" for n in range(30)]
+    shuffled = ids(shuffle=True, seed=1)
+    assert shuffled != ids() and sorted(shuffled) == sorted(ids())
+    assert ids(shuffle=True, seed=1) == shuffled != ids(shuffle=True, seed=2)
+    assert ids(shuffle=True, seed=1, limit=5) == shuffled[:5] and ids(limit=5) == ids()[:5]
 
-    def load_dataset(*args: Any, split: str) -> list[dict[str, Any]]:
-        asked.append((*args, split))
-        return [PUBLISHED["dapo"][0]] * 3
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name, (hub_id, configuration, split) in HUB.items():
-        (problem,) = read_problems(name, Columns(), language)
-        assert (problem.id, problem.text, problem.answer) == ("uuid-1", "What is 1+1?", "2")
-        assert asked.pop() == (hub_id, language if configuration else None, split)
+def test_a_faulty_row_can_be_dropped_by_its_id(tmp_path: Path):
+    rows = [{"id": "a", "problem": "P\x07", "answer": "1"}, {"id": "b", "problem": "Q", "answer": "2"}]
+    path = jsonl(tmp_path / "file.jsonl", rows)
+    with pytest.raises(ValueError, match=r"row 1 \(id a\): .*control character.*leave it out with drop_ids"):
+        load_problems(ProblemsConfig(dataset=path))
+    assert [p.id for p in load_problems(ProblemsConfig(dataset=path, drop_ids=["a"]))] == ["b"]
+    with pytest.raises(ValueError, match=r"drop_ids names \['c'\], which no row has"):
+        load_problems(ProblemsConfig(dataset=path, drop_ids=["a", "c"]))
+
+
+def test_one_id_for_two_problems_is_refused(tmp_path: Path):
+    rows = [{"id": "a", "problem": p, "answer": "1"} for p in ("P", "Q")]
+    with pytest.raises(ValueError, match="several problems have the id 'a'; set id_column"):
+        load_problems(ProblemsConfig(dataset=jsonl(tmp_path / "file.jsonl", rows)))
+
+
+@pytest.mark.parametrize(
+    ("row", "level"),
+    [
+        ({"level": 3}, 3),
+        ({"level": "3"}, 3),
+        ({"level": "Level 3"}, 3),
+        ({"level": 3.0}, 3),
+        ({"level": "Level ?"}, None),
+    ],
+)
+def test_a_level_is_read_in_each_published_spelling(row: dict[str, Any], level: int | None, tmp_path: Path):
+    path = jsonl(tmp_path / "file.jsonl", [{"problem": "P", "answer": "1", "type": "Algebra", **row}])
+    (problem,) = read_problems(path, Columns())
+    assert (problem.level, problem.subject) == (level, "Algebra")
+
+
+def test_either_half_of_the_published_instruction_is_taken_off(tmp_path: Path):
+    head, tail = PROMPTS["answer_line"].split("{problem}")
+    texts = [head + "P" + tail, head + "Q", "R" + tail + "\n"]
+    path = jsonl(tmp_path / "f.jsonl", [{"problem": text, "answer": "1"} for text in texts])
+    assert [p.text for p in read_problems(path, Columns())] == ["P", "Q", "R"]
 
 
 def test_columns_can_be_named(tmp_path: Path):
-    path = jsonl(tmp_path / "f.jsonl", [{"q": "P", "a": "1", "key": "k"}])
-    (problem,) = read_problems(path, Columns(problem="q", answer="a", id="key"))
-    assert (problem.id, problem.text, problem.answer) == ("k", "P", "1")
+    path = jsonl(tmp_path / "f.jsonl", [{"q": "P", "a": "1", "key": "k", "hardness": 4}])
+    (problem,) = read_problems(path, Columns(problem="q", answer="a", id="key", level="hardness"))
+    assert (problem.id, problem.text, problem.answer, problem.level) == ("k", "P", "1", 4)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +24,15 @@ AGENT = {"runtime": {"type": "subprocess"}}
 class Endpoint:
     """An OpenAI-compatible endpoint that answers at once with `text`, or with an HTTP error."""
 
-    def __init__(self, text: str, status: int = 200) -> None:
-        self.text, self.status, self.requests = text, status, list[dict[str, Any]]()
+    def __init__(self, text: str, status: int = 200, finish: str = "stop") -> None:
+        self.text, self.status, self.finish, self.requests = text, status, finish, list[dict[str, Any]]()
 
     async def answer(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
         message = {"role": "assistant", "content": self.text}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": message, "finish_reason": self.finish}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
         return web.json_response(body)
@@ -78,6 +77,12 @@ def test_a_right_answer_earns_one_and_a_wrong_one_nothing():
         assert sum(value for name, value in trace.metrics.items() if name.startswith("verdict/")) == 1.0
         assert trace.metrics["answer_on_last_line"] == float(verdict != "no_answer")
         assert trace.metrics["response_chars"] == len(f"So\n{text}")
+
+
+@pytest.mark.parametrize(("finish", "truncated"), [("stop", 0.0), ("length", 1.0)])
+def test_a_response_that_the_token_limit_cut_off_counts_as_truncated(finish: str, truncated: float):
+    result = episode(Endpoint("\\boxed{18}", finish=finish), dataset="gsm8k")
+    assert result.ok and result.traces[0].metrics["truncated"] == truncated and result.traces[0].reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -143,13 +148,53 @@ def test_a_failing_checker_fails_the_episode_and_is_no_zero_reward(monkeypatch: 
     assert not result.ok and "no worker" in str([t.errors for t in result.traces])
 
 
-def test_every_task_validates_its_own_answer():
+def tasks(**taskset: Any) -> list[Any]:
+    return list(load_taskset(resolve_env_config({"taskset": {"id": "dapo-math", **taskset}}).taskset))
+
+
+@pytest.mark.parametrize("style", ["boxed", "answer_line", "plain"])
+def test_every_task_validates_its_own_answer_in_its_prompts_style(style: str):
     async def check() -> list[bool]:
-        config = resolve_env_config({"taskset": {"id": "dapo-math", "dataset": "math500", "limit": 50}})
-        tasks: Iterator[Any] = iter(load_taskset(config.taskset))
-        return [bool(await task.validate(None)) for task in tasks]
+        return [await task.validate(None) for task in tasks(dataset="math500", limit=50, prompt_style=style)]
 
     assert all(asyncio.run(check()))
+
+
+@pytest.mark.parametrize(("style", "asked"), [("boxed", "boxed"), ("answer_line", "Answer: ")])
+def test_a_task_that_refuses_its_own_answer_says_why_and_how_to_leave_it_out(style: str, asked: str, tmp_path: Path):
+    path = tmp_path / "set.jsonl"
+    rows = [{"id": "good", "problem": "P", "answer": "1"}, {"id": "bad", "problem": "Q", "answer": "}{"}]
+    rows[1]["answer"] = "}{" if style == "boxed" else "*"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    good, bad = tasks(dataset=str(path), prompt_style=style)
+    assert asyncio.run(good.validate(None))
+    with pytest.raises(ValueError, match=rf"its own answer.*{asked}.*graded no_answer; drop_ids = \['bad'\]"):
+        asyncio.run(bad.validate(None))
+    assert [task.data.id for task in tasks(dataset=str(path), drop_ids=["bad"])] == ["good"]
+
+
+def test_a_task_whose_problem_can_be_repeated_as_its_answer_does_not_validate(monkeypatch: pytest.MonkeyPatch):
+    from dapo_math import check
+
+    (task,) = tasks(dataset="arithmetic", prompt_style="answer_line", limit=1)
+    assert asyncio.run(task.validate(None))
+    agrade = check.agrade
+    monkeypatch.setattr(check, "agrade", lambda response, answer, **_: agrade(response, answer))
+    with pytest.raises(ValueError, match="repeating the problem as its answer is graded correct"):
+        asyncio.run(task.validate(None))
+
+
+def test_no_task_validates_where_the_checker_does_not_work(monkeypatch: pytest.MonkeyPatch):
+    from dapo_math import check, taskset
+    from dapo_math.grading import CheckerError, Grade
+
+    async def slow(*_: object, **__: object) -> Grade:
+        return Grade(0.0, "timeout", "x")
+
+    monkeypatch.setattr(taskset, "_proven", False)
+    monkeypatch.setattr(check, "agrade", slow)
+    with pytest.raises(CheckerError, match="grade a right answer timeout"):
+        asyncio.run(tasks(dataset="gsm8k", limit=1)[0].validate(None))
 
 
 def test_tasks_survive_the_wire_to_an_environment_server():

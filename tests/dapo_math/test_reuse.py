@@ -1,12 +1,15 @@
 """The pages of docs/reuse: each block on them runs here, as far as it goes without GPUs or a remote service."""
 
+import asyncio
 import contextlib
+import hashlib
 import json
 import math
 import multiprocessing
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tomllib
@@ -22,15 +25,25 @@ from dapo_math.trl import load_dataset, reward
 from verifiers.v1.configs.env import default_agent_harness
 from verifiers.v1.serve import EnvClient, env_config_data, serve_env
 
-from tests.conftest import run
+from tests.conftest import run, start
 from tests.dapo_math.test_environment import Endpoint
 from trainer.tiny import tiny_model_dir
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reuse"
 
-# Versions that the pages name.
-TINKER_COOKBOOK = "0.6.1"
+HERE = Path(__file__).parent
+
+# A CPython environment in the cache, made once. tinker_cookbook comes without its dependencies, of which the recipe
+# imports these alone.
+TINKER_COOKBOOK = "tinker_cookbook==0.6.1"
+TINKER_NEEDS = (
+    "torch==2.13.0",
+    "verifiers>=0.1.9,<0.1.10",
+    "tinker==0.38.0",
+    *("blobfile", "chz", "cloudpickle", "datasets", "numpy", "pillow", "rich", "termcolor", "tiktoken", "tqdm"),
+    "transformers>=5.7",
+)
 
 
 def blocks(page: str, info: str) -> list[str]:
@@ -142,12 +155,12 @@ print(json.dumps([list(trainer._logs["rewards"]["reward"]), list(trainer._logs["
     out = execute([sys.executable, "-W", "ignore", "-c", script, str(tiny_model_dir())], tmp_path)
     rewards, advantages, history = json.loads(out.splitlines()[-1])
     assert rewards and len(rewards) == len(advantages)
-    for start in range(0, len(rewards), 4):
-        group = rewards[start : start + 4]
+    for begin in range(0, len(rewards), 4):
+        group = rewards[begin : begin + 4]
         known = [value for value in group if not math.isnan(value)]
         assert len(known) == 3
         mean = sum(known) / 3
-        for value, advantage in zip(group, advantages[start : start + 4], strict=True):
+        for value, advantage in zip(group, advantages[begin : begin + 4], strict=True):
             assert advantage == 0 if math.isnan(value) or len(set(known)) == 1 else advantage * (value - mean) > 0
     assert all(row["verdict/checker_error"] == pytest.approx(0.25) for row in history if "reward" in row)
 
@@ -288,3 +301,97 @@ def test_prime_rl_s_sources_use_the_package_s_own_harness():
         assert config.agent.runtime.type == "subprocess"
         assert config.agent.harness is None
         assert type(default_agent_harness(config.taskset.id)).__name__ == "DapoMathHarnessConfig"
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` neighbouring ports that nobody listens on."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            probes[0].bind(("127.0.0.1", 0))
+            first = probes[0].getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for offset, probe in enumerate(probes[1:], 1):
+                    probe.bind(("127.0.0.1", first + offset))
+                return first
+
+
+@pytest.mark.skipif("PRIME_RL_PYTHON" not in os.environ, reason="PRIME_RL_PYTHON names no Python that has prime-rl")
+def test_prime_rl_itself_reads_the_page_and_runs_an_episode(tmp_path: Path):
+    """With prime-rl's own launcher, environment server and orchestrator client; no GPU is asked for."""
+    python = os.environ["PRIME_RL_PYTHON"]
+    (tmp_path / "dapo_math.toml").write_text(blocks("prime-rl.md", "toml")[0])
+    dry = next(line for line in blocks("prime-rl.md", "sh prime-rl")[0].splitlines() if "--dry-run" in line)
+    arguments = shlex.split(dry.removeprefix("uv run --no-sync rl"))
+    port = ["--orchestrator.env-server-base-port", str(free_ports(3))]
+    execute([python, "-m", "prime_rl.entrypoints.rl", *arguments, *port], tmp_path)
+    configs = tmp_path / "outputs" / "dapo-math" / "configs"
+    server_config = configs / "envs" / "eval" / "math500.json"
+    address = json.loads(server_config.read_text())["serve"]["address"]
+
+    async def play(text: str) -> Any:
+        async with Endpoint(text) as url:
+            script = str(HERE / "prime_rl_episode.py")
+            command = [python, script, str(configs / "orchestrator.json"), address, url]
+            return await asyncio.to_thread(execute, command, tmp_path, 120)
+
+    log = tmp_path / "server.log"
+    server = start([python, "-m", "prime_rl.entrypoints.env_server", "@", str(server_config)], log)
+    try:
+        for text, value in (("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", 1.0), ("\\boxed{no}", 0.0)):
+            result = json.loads(run(play(text)).splitlines()[-1])
+            assert result["ok"] and result["reward"] == value and result["tasks"] == 500, log.read_text()
+            assert result["metrics"]["verdict/correct"] == value
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+# tinker-cookbook
+
+
+@pytest.fixture(scope="module")
+def tinker_python() -> Path:
+    """The Python of an environment with tinker-cookbook, Verifiers 0.1.9 and what dapo-math depends on."""
+    project = tomllib.loads((ROOT / "environments" / "dapo_math" / "pyproject.toml").read_text())["project"]
+    needs = [*TINKER_NEEDS, *project["dependencies"]]
+    key = hashlib.sha256(json.dumps([TINKER_COOKBOOK, *needs, sys.version_info[:2]]).encode()).hexdigest()[:12]
+    folder = ROOT / ".cache" / "reuse" / f"tinker-cookbook-{key}"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        execute([sys.executable, "-m", "venv", "--clear", str(folder)])
+        execute([*pip, *shlex.split(os.environ.get("PIP_TORCH_ARGS", "")), *needs], timeout=1200)
+        execute([*pip, "--no-deps", TINKER_COOKBOOK])
+        (folder / "ready").touch()
+    return python
+
+
+def recipe(python: Path, mode: str, folder: Path) -> Any:
+    """What the recipe's command on the page makes of one group, at the size of a test and with the tiny tokenizer."""
+    (page,) = blocks("tinker-cookbook.md", "sh tinker")
+    lines = page.replace("\\\n", "").splitlines()
+    (command,) = [shlex.split(line) for line in lines if line.startswith("python ")]
+    assert command[:3] == ["python", "-m", "tinker_cookbook.recipes.verifiers_rl.train"]
+    tiny = str(tiny_model_dir())
+    given = dict(argument.split("=", 1) for argument in command[3:])
+    small = {"model_name": tiny, "renderer_name": "role_colon", "group_size": "2", "log_path": str(folder / "log")}
+    arguments = [f"{name}={value}" for name, value in {**given, **small}.items()]
+    script = [str(python), str(HERE / "tinker_recipe.py"), tiny, mode, *arguments]
+    return json.loads(execute(script, folder, PYTHONPATH=str(ROOT / "environments/dapo_math")).splitlines()[-1])
+
+
+@pytest.mark.packages
+def test_the_tinker_recipe_rewards_a_right_and_a_wrong_answer(tinker_python: Path, tmp_path: Path):
+    group = recipe(tinker_python, "right", tmp_path)
+    assert group["rows"] == 500 and group["rewards"] == [1.0, 0.0]
+    assert group["replies"] == [f"\\boxed{{{group['answer']}}}\n\nUser:", "\\boxed{x}\n\nUser:"]
+    assert all(prompt.endswith("\\boxed{}.\n\nAssistant:") for prompt in group["prompts"])
+    assert [metrics["verdict/correct"] for metrics in group["metrics"]] == [1.0, 0.0]
+    assert [metrics["verdict/wrong"] for metrics in group["metrics"]] == [0.0, 1.0]
+    assert [set(logprobs) for logprobs in group["logprobs"]] == [{-0.5}, {-0.5}]
+
+
+@pytest.mark.packages
+def test_a_failing_checker_stops_the_tinker_recipe_s_group(tinker_python: Path, tmp_path: Path):
+    assert recipe(tinker_python, "fault", tmp_path) == {"error": "the checker is gone"}

@@ -2,50 +2,26 @@
 
 import asyncio
 import sys
-from typing import Literal
 
-from pydantic import Field
-from pydantic_config import BaseConfig, cli
+from pydantic_config import cli
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dapo_math.arithmetic import ArithmeticConfig, arithmetic_problems
 from dapo_math.check import Report, check_problems
 from dapo_math.grading import CheckerError
-from dapo_math.sources import SHIPPED, Columns, Conflict, Problem, read_with_conflicts
+from dapo_math.problems import SelectionConfig, select_problems
+from dapo_math.sources import SHIPPED
 
 USAGE = "usage: python -m dapo_math check [--dataset NAME_OR_PATH] [--limit N] (--help lists all)"
 _SHOWN = 20
 
 
-class CheckConfig(BaseConfig):
+class CheckConfig(SelectionConfig):
     """Checks that every known answer of a set verifies against itself; exit code 1 where one does not."""
 
     dataset: str | None = None
     """As in the environment's `dataset`; unset, every set in the package, and `arithmetic`."""
-    split: Literal["train", "test"] = "train"
-    """Side of `arithmetic`."""
-    language: Literal["all", "en", "cn"] = "all"
-    """Language of `dapo-17k-processed`."""
-    problem_column: str | None = None
-    """Column of a local file that holds the problem; unset, the usual names are tried."""
-    answer_column: str | None = None
-    """Column of a local file that holds the answer."""
-    id_column: str | None = None
-    """Column of a local file that holds a durable id."""
-    limit: int | None = Field(default=None, ge=1)
-    """At most so many problems, the first of the set's order."""
-    seed: int = 0
-    """Makes and splits `arithmetic`."""
-    arithmetic: ArithmeticConfig = ArithmeticConfig()
-
-
-def _read(dataset: str, config: CheckConfig) -> tuple[list[Problem], list[Conflict]]:
-    if dataset == "arithmetic":
-        return arithmetic_problems(config.arithmetic, config.split, config.seed), []
-    columns = Columns(config.problem_column, config.answer_column, config.id_column)
-    return read_with_conflicts(dataset, columns, config.language)
 
 
 def _lines(dataset: str, report: Report) -> list[str]:
@@ -78,8 +54,7 @@ def check(config: CheckConfig) -> bool:
     """
     output, good = Console(highlight=False, soft_wrap=True), True
     for dataset in [config.dataset] if config.dataset else ["arithmetic", *SHIPPED]:
-        problems, conflicts = _read(dataset, config)
-        problems = problems[: config.limit]
+        problems, conflicts = select_problems(dataset, config)
         console = Console(stderr=True)
         with _bars(console) as bars:
             bar = bars.add_task(escape(dataset), total=len(problems))

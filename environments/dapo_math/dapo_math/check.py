@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dapo_math.grading import CheckerError, agrade, read_by_checker
 from dapo_math.sources import Conflict, Problem
@@ -11,6 +12,9 @@ from dapo_math.sources import Conflict, Problem
 # A fraction that only the checking processes can tell to be equal, so a right grade proves that they work here.
 _KNOWN = (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{\sqrt{2}}{2}")
 _AT_ONCE = 8
+
+Form = Literal["box", "line"]
+_FORMS: dict[Form, str] = {"box": "\\boxed{%s}", "line": "Answer: %s"}
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,12 @@ class Report:
 async def check_problems(
     problems: list[Problem], conflicts: list[Conflict], progress: Callable[[], None] = lambda: None
 ) -> Report:
-    """Check every problem; `progress` is called after each.
+    """Check every problem, in either way of giving an answer; `progress` is called after each.
 
     Raises:
         CheckerError: the checking processes do not work here.
     """
-    known = await agrade(*_KNOWN)
-    if known.verdict != "correct":
-        raise CheckerError(f"the checking processes grade a right answer {known.verdict}; is the machine overloaded?")
+    await prove_checker()
     failed: list[Finding] = []
     literal: list[Finding] = []
     for id, count in Counter(problem.id for problem in problems).items():
@@ -56,7 +58,7 @@ async def check_problems(
     async def work(pending: list[Problem]) -> None:
         while pending:
             problem = pending.pop()
-            if fault := await _fault(problem):
+            if fault := await find_fault(problem.text, problem.text, problem.answer):
                 failed.append(Finding(problem.id, fault))
             elif not await read_by_checker(problem.answer):
                 literal.append(Finding(problem.id, problem.answer))
@@ -69,15 +71,35 @@ async def check_problems(
     return Report(len(problems), failed, conflicts, literal)
 
 
-async def _fault(problem: Problem) -> str | None:
-    for form in ("\\boxed{%s}", "Answer: %s"):
-        response = form % problem.answer
-        result = await agrade(response, problem.answer, problem=problem.text)
+async def prove_checker() -> None:
+    """Grade an answer that is known to be right.
+
+    Raises:
+        CheckerError: it is not graded correct, so the checking processes do not work here.
+    """
+    known = await agrade(*_KNOWN)
+    if known.verdict != "correct":
+        raise CheckerError(f"the checking processes grade a right answer {known.verdict}; is the machine overloaded?")
+
+
+async def find_fault(question: str, prompt: str, answer: str, forms: Sequence[Form] = ("box", "line")) -> str | None:
+    """Why a problem must not be trained on, or None.
+
+    Args:
+        question: the problem without any instruction.
+        prompt: all that is asked, as the grader gets it.
+        answer: the known answer.
+        forms: how the prompt lets an answer be given.
+
+    Raises:
+        CheckerError: as in `agrade`.
+    """
+    for form in forms:
+        response = _FORMS[form] % answer
+        result = await agrade(response, answer, problem=prompt)
         if result.reward != 1.0:
             return f"its own answer, given as {response!r}, is graded {result.verdict}"
-    question = problem.text.removesuffix("?").strip().removesuffix("=").strip()
-    if question != problem.answer and (
-        (await agrade(f"\\boxed{{{question}}}", problem.answer, problem=problem.text)).reward
-    ):
+    repeated = question.removesuffix("?").strip().removesuffix("=").strip()
+    if repeated != answer and (await agrade(f"\\boxed{{{repeated}}}", answer, problem=prompt)).reward:
         return "repeating the problem as its answer is graded correct"
     return None

@@ -5,24 +5,20 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from dapo_math.hub import HUB, hub_rows
 
 SHIPPED = ("aime24", "aime25", "amc23", "gsm8k", "math500")
 _DATA = Path(__file__).parent / "data"
 
-HUB: dict[str, tuple[str, str | None, str]] = {
-    "dapo-17k": ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train"),
-    "dapo-17k-processed": ("open-r1/DAPO-Math-17k-Processed", "all", "train"),
-    "dapo-17k-filtered": ("hamishivi/DAPO-Math-17k-Processed_filtered", None, "train"),
-}
-"""Name: hub id, configuration, split."""
-
-_WRAPPER_HEAD = "Solve the following math problem step by step."
-_WRAPPER = re.compile(
-    re.escape(_WRAPPER_HEAD) + r".*?where \$Answer is the answer to the problem\.\s*(.*?)\s*"
-    r'Remember to put your answer on its own line after "Answer:"\.\s*',
+# The instruction around each problem of the DAPO-Math set; either half may stand alone.
+_WRAPPER_HEAD = re.compile(
+    r"\s*Solve the following math problem step by step\..{0,200}?where \$Answer is the answer to the problem\.\s*",
     re.DOTALL,
 )
+_WRAPPER_TAIL = re.compile(r'\s*Remember to put your answer on its own line after "Answer:"\.\s*\Z')
+_LEAVE_OUT = "; put the row right, or leave it out with drop_ids"
 # Lone surrogates come from broken JSON escapes and cannot be sent to anybody.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 _PLAIN_DEGREES = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|°)", re.ASCII)
@@ -30,12 +26,23 @@ _PLAIN_DEGREES = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\ci
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: durable id, text without any instruction, known answer, name of its set."""
+    """One problem.
+
+    Args:
+        id: durable within its set.
+        text: without any instruction.
+        answer: the known answer.
+        source: name of its set.
+        level: difficulty, where the set has one: 1 to 5 in MATH.
+        subject: field of mathematics, where the set names one.
+    """
 
     id: str
     text: str
     answer: str
     source: str
+    level: int | None = None
+    subject: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Columns:
     problem: str | None = None
     answer: str | None = None
     id: str | None = None
+    level: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,38 +74,59 @@ def read_problems(dataset: str, columns: Columns, language: str = "all") -> list
     return read_with_conflicts(dataset, columns, language)[0]
 
 
-def read_with_conflicts(dataset: str, columns: Columns, language: str = "all") -> tuple[list[Problem], list[Conflict]]:
+def read_with_conflicts(
+    dataset: str,
+    columns: Columns,
+    language: str = "all",
+    revision: str | None = None,
+    drop_ids: Iterable[str] = (),
+) -> tuple[list[Problem], list[Conflict]]:
     """The problems of `dataset`, as `read_problems` gives them, and those that were left out.
 
+    Args:
+        dataset, columns, language: as in `read_problems`.
+        revision: of a hub set, instead of the one in `HUB`.
+        drop_ids: problems to leave out; their rows may be faulty.
+
     Raises:
-        ValueError: an unknown name or file type, a file that cannot be read or is empty, or a row that cannot be used,
-            named by file, number and fault.
+        ValueError: an unknown name or file type, a file that cannot be read or is empty, a row that cannot be used,
+            named by file, number and fault, or an id in `drop_ids` that no row has.
     """
+    if revision is not None and dataset not in HUB:
+        raise ValueError(f"revision = {revision!r} is for sets from the hub ({', '.join(HUB)}), not for {dataset!r}")
     if dataset in SHIPPED:
         rows: Iterable[tuple[int, dict[str, Any]]] = _json_lines(_DATA / f"{dataset}.jsonl")
         where, source = f"{dataset}.jsonl", dataset
     elif dataset in HUB:
-        rows, where, source = enumerate(_hub_rows(dataset, language), 1), HUB[dataset][0], dataset
+        rows, where, source = hub_rows(dataset, language, revision), HUB[dataset].id, dataset
     elif Path(dataset).suffix in (".jsonl", ".json", ".parquet"):
         rows, where, source = _file_rows(Path(dataset)), dataset, Path(dataset).stem
     else:
         known = ", ".join(["arithmetic", *SHIPPED, *HUB])
         raise ValueError(f"dataset {dataset!r} is neither one of {known} nor a path to a .jsonl or .parquet file")
-    problems, conflicts = _deduplicated(_problem(row, number, where, source, columns) for number, row in rows)
-    if not problems:
-        raise ValueError(f"{where}: no problems" + (", for all of them have conflicting answers" if conflicts else ""))
-    return problems, conflicts
-
-
-def _deduplicated(problems: Iterable[Problem]) -> tuple[list[Problem], list[Conflict]]:
+    unseen, dropped = set(drop_ids), frozenset(drop_ids)
+    # One row at a time: the raw set repeats each row a hundred times, and only the first is kept.
+    rows_by_id: dict[str, dict[str, Any]] = {}
     first: dict[str, Problem] = {}
     answers: dict[str, tuple[str, ...]] = {}
-    for problem in problems:  # one at a time: the raw set repeats each problem a hundred times
+    for number, row in rows:
+        ident = _id(row, columns.id, f"{where} row {number}", f"{source}/{number}")
+        if rows_by_id.setdefault(ident, row) == row and rows_by_id[ident] is not row:
+            continue
+        if ident in dropped:
+            unseen.discard(ident)
+            continue
+        problem = _problem(row, ident, f"{where} row {number} (id {ident})", source, columns)
         known = first.setdefault(problem.text, problem)
         if problem.answer not in (given := answers.get(problem.text, (known.answer,))):
             answers[problem.text] = (*given, problem.answer)
-    kept = [problem for text, problem in first.items() if text not in answers]
-    return kept, [Conflict(first[text].id, given) for text, given in answers.items()]
+    if unseen:
+        raise ValueError(f"{where}: drop_ids names {sorted(unseen)}, which no row has")
+    problems = [problem for text, problem in first.items() if text not in answers]
+    conflicts = [Conflict(first[text].id, given) for text, given in answers.items()]
+    if not problems:
+        raise ValueError(f"{where}: no problems" + (", for all of them have conflicting answers" if conflicts else ""))
+    return problems, conflicts
 
 
 def _file_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -138,40 +167,35 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
-def _hub_rows(dataset: str, language: str) -> Iterable[dict[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(f"dataset {dataset!r} comes from the hub: pip install 'dapo-math[hub]'") from error
-    hub_id, configuration, split = HUB[dataset]
-    if configuration is not None:
-        configuration = language
-    try:
-        return cast(Iterable[dict[str, Any]], datasets.load_dataset(hub_id, configuration, split=split))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"dataset {dataset!r} ({hub_id}) cannot be loaded from the hub: {error}") from error
+def _id(row: dict[str, Any], chosen: str | None, name: str, otherwise: str) -> str:
+    if chosen:
+        return str(_column(row, chosen, (), "id", name))
+    extra = row.get("extra_info")
+    index = extra.get("index") if isinstance(extra, dict) else None
+    usual = (row.get("id"), row.get("unique_id"), index)
+    return next((str(value) for value in usual if value is not None), otherwise)
 
 
-def _problem(row: dict[str, Any], number: int, where: str, source: str, columns: Columns) -> Problem:
-    name = f"{where} row {number}"
-    text = _text(
-        _column(row, columns.problem, ("problem", "question", "source_prompt", "prompt"), "problem", name), name
-    )
+def _problem(row: dict[str, Any], ident: str, name: str, source: str, columns: Columns) -> Problem:
+    # A reduced set may keep the published prompt next to its own text.
+    prompt = ("prompt", "source_prompt") if isinstance(row.get("prompt"), str) else ("source_prompt", "prompt")
+    text = _text(_column(row, columns.problem, ("problem", "question", *prompt), "problem", name), name)
     answer = _answer(row, columns.answer, name)
     for label, value in (("problem", text), ("answer", answer)):
         if not value:
-            raise ValueError(f"{name}: the {label} is empty")
+            raise ValueError(f"{name}: the {label} is empty{_LEAVE_OUT}")
         if found := _CONTROL.search(value):
-            raise ValueError(f"{name}: the {label} has control character {found.group()!r} at position {found.start()}")
-    if columns.id:
-        ident = _column(row, columns.id, (), "id", name)
-    else:
-        extra = row.get("extra_info")
-        index = extra.get("index") if isinstance(extra, dict) else None
-        ident = next((value for value in (row.get("id"), row.get("unique_id"), index) if value is not None), None)
-    return Problem(
-        id=str(ident if ident is not None else f"{source}/{number}"), text=text, answer=answer, source=source
-    )
+            fault = f"the {label} has control character {found.group()!r} at position {found.start()}"
+            raise ValueError(f"{name}: {fault}{_LEAVE_OUT}")
+    subject = row.get("subject") or row.get("type")
+    return Problem(ident, text, answer, source, _level(row, columns.level, name), str(subject) if subject else None)
+
+
+def _level(row: dict[str, Any], chosen: str | None, name: str) -> int | None:
+    """A level is a whole number, bare or as in MATH's `Level 3`; what else stands there is no level."""
+    value = _column(row, chosen, (), "level", name) if chosen else row.get("level")
+    found = re.fullmatch(r"(?:[Ll]evel\s*)?(\d{1,9})(?:\.0*)?", str(value).strip(), re.ASCII)
+    return int(found.group(1)) if found else None
 
 
 def _column(row: dict[str, Any], chosen: str | None, usual: tuple[str, ...], label: str, name: str) -> Any:
@@ -188,12 +212,13 @@ def _text(value: Any, name: str) -> str:
         roles = [message.get("role") if isinstance(message, dict) else None for message in value]
         if roles != ["user"]:
             found = f"{roles.count('user')} among {len(roles)} messages"
-            raise ValueError(f"{name}: the prompt must be exactly one user message, found {found}")
+            raise ValueError(f"{name}: the prompt must be exactly one user message, found {found}{_LEAVE_OUT}")
         value = value[0].get("content")
     if not isinstance(value, str):
         raise ValueError(f"{name}: the problem must be text, got {type(value).__name__}")
-    unwrapped = _WRAPPER.fullmatch(value.strip())
-    return unwrapped.group(1) if unwrapped else value.strip()
+    if head := _WRAPPER_HEAD.match(value):
+        value = value[head.end() :]
+    return _WRAPPER_TAIL.sub("", value).strip()
 
 
 def _answer(row: dict[str, Any], chosen: str | None, name: str) -> str:

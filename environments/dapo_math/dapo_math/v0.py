@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import verifiers as vf  # the API that Verifiers 0.4 has no more  # pyright: ignore
 from datasets import Dataset
+
+# Verifiers 0.4, which is what types are checked against, has none of these.
+from verifiers import Parser, Rubric, SingleTurnEnv  # pyright: ignore[reportAttributeAccessIssue]
 
 from dapo_math.extract import parse_answer
 from dapo_math.grading import VERDICTS, agrade
@@ -38,8 +40,8 @@ def load_environment(**settings: Any) -> Any:
         }
         for problem in problems
     ]
-    parser = vf.Parser(extract_fn=_parsed)
-    return vf.SingleTurnEnv(
+    parser = Parser(extract_fn=_parsed)
+    return SingleTurnEnv(
         dataset=Dataset.from_list(rows),
         system_prompt=config.instruction,
         parser=parser,
@@ -47,11 +49,12 @@ def load_environment(**settings: Any) -> Any:
     )
 
 
-class MathRubric(vf.Rubric):
+class MathRubric(Rubric):
     """Reward 1 for a correct final answer, and the metrics of the v1 task as functions of weight 0.
 
-    Verifiers turns whatever a reward function raises into a reward of 0 with a line in the log. So the answer is checked
-    before Verifiers calls any: a `CheckerError` leaves `score_rollout` and `score_group`, and the rollout has no reward.
+    Verifiers turns whatever a reward function raises into a reward of 0 with a line in the log. So the answer is
+    checked before Verifiers calls any: a `CheckerError` leaves `score_rollout` and `score_group`, and there is no
+    reward.
     """
 
     def __init__(self, parser: Any) -> None:
