@@ -1,5 +1,6 @@
 # setup: everything into .venv from pinned requirements · demo: train the tiny model · test, lint: as they say
-.PHONY: setup demo test lint clean
+# test-matrix: dapo-math under the Verifiers versions that `test` leaves out · bench: what benchmarks/ measures on a CPU
+.PHONY: setup demo test test-matrix bench lint clean
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 # Where PyTorch's CPU wheels are served, say so here to spare several GB of CUDA libraries: PIP_TORCH_ARGS="--index-url URL"
 PIP_TORCH_ARGS ?=
@@ -22,10 +23,16 @@ demo: setup
 test: setup
 	.venv/bin/python -m pytest
 
+test-matrix: setup
+	.venv/bin/python -m pytest -m matrix
+
+bench: setup
+	.venv/bin/python benchmarks/grading.py
+
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/basedpyright
 
 clean:
-	rm -rf .venv outputs .pytest_cache .ruff_cache
+	rm -rf .venv .cache outputs .pytest_cache .ruff_cache

@@ -45,7 +45,7 @@ def installer() -> list[str]:
         return [uv, "pip", "install", "--python", sys.executable]
     if importlib.util.find_spec("pip") is None:
         raise InstallError(f"neither uv nor pip is there to install into {sys.executable}; run: python -m ensurepip")
-    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
 
 
 def local_arguments(env: str, path: Path) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from dapo_math.closedform import certainly_differ
 from dapo_math.extract import ParsedAnswer, parse_answer
 from dapo_math.numbers import ExactNumber, clean, read_exact
 from dapo_math.pool import CheckerError, CheckerTimeout, Equivalence, equivalent, equivalent_async, reads_async
@@ -139,5 +140,7 @@ def _decide(parsed: ParsedAnswer, answer: str, problem: str | None) -> Grade | E
         same = given.casefold() == gold.casefold() and (len(gold) > 1 or given == gold)
         return _finish(parsed, same or bool(len(gold) == 1 and choice and choice.group(1) == gold))
     if problem is not None and restates(given, gold, problem, exactly=number is None):
+        return _finish(parsed, False)
+    if certainly_differ(gold, given):
         return _finish(parsed, False)
     return Equivalence(gold=answer if number is None else gold, given=text)

@@ -78,7 +78,7 @@ def _ask(job: Job, *args: str) -> Future[bool]:
             threading.Thread(target=_close, args=(broken,), daemon=True).start()
         if _pool is None:
             pebble.CONSTS.term_timeout = 0.05  # a worker inside SymPy never minds SIGTERM: go on to SIGKILL
-            forkserver.preload(worker.__name__)
+            forkserver.preload("dapo_math.warm")
             _pool = ProcessPool(
                 max_workers=WORKERS,
                 max_tasks=TASKS_PER_WORKER,

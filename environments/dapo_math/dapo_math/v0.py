@@ -13,7 +13,7 @@ from dapo_math.extract import parse_answer
 from dapo_math.grading import VERDICTS, agrade
 from dapo_math.problems import ProblemsConfig, ask, load_problems
 
-METRICS = (*(f"verdict/{name}" for name in VERDICTS), "answer_on_last_line", "response_chars")
+METRICS = (*(f"verdict/{name}" for name in VERDICTS), "answer_on_last_line", "response_chars", "truncated")
 
 _KEY = "dapo_math_metrics"
 
@@ -31,7 +31,7 @@ def load_environment(**settings: Any) -> Any:
         ValueError: an unknown or wrong setting, or a set that cannot be read.
     """
     config = ProblemsConfig.model_validate(settings)
-    problems = load_problems(config)[: config.limit]
+    problems = load_problems(config)
     rows = [
         {
             "question": ask(problem, config),
@@ -83,6 +83,7 @@ async def _check(state: Any) -> None:
         **{f"verdict/{name}": float(result.verdict == name) for name in VERDICTS},
         "answer_on_last_line": float(result.last_line),
         "response_chars": float(len(response)),
+        "truncated": float(any(_field(step, "is_truncated") for step in state.get("trajectory") or [])),
     }
 
 

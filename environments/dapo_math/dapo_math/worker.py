@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import sys
+from functools import lru_cache
 from multiprocessing import forkserver
 from typing import Any
 
@@ -38,13 +39,23 @@ def check(gold: str, given: str) -> bool:
     """Whether math-verify holds `given` equal to `gold`; both are boxed first, for bare LaTeX is often not found."""
     if gold.lstrip().startswith("(") and given.lstrip().startswith("\\{"):
         return False  # an ordered pair is not a set
-    parsed_gold = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
+    parsed_gold = _gold(gold)
     parsed_given = parse(f"\\boxed{{{_plain(given)}}}", parsing_timeout=0)
     if not parsed_gold or not parsed_given:
         return False
     if not verify(parsed_gold, parsed_given, timeout_seconds=0):
         return False
     return _close(parsed_gold[0], parsed_given[0])
+
+
+@lru_cache(maxsize=1024)
+def _gold(text: str) -> Any:
+    return parse(f"\\boxed{{{text}}}", parsing_timeout=0)
+
+
+def warm() -> None:
+    """Build what math-verify's parser and SymPy build at their first use; workers forked afterwards share it."""
+    check(r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}")
 
 
 def reads(answer: str) -> bool:
