@@ -1,6 +1,6 @@
 """Verdicts per second on one core: dapo_math against Verifiers' own checker and plain math-verify, in the same run.
 
-python benchmarks/grading.py [--seconds S] [--output FILE]: prints a table, and one JSON object as the last line.
+python benchmarks/grading.py [--seconds S] [--save]: prints a table, and one JSON object as the last line.
 
 Three kinds of response, half of them right: 3 kB that ends with a boxed integer (GSM8K's answers), 3 kB with a boxed
 MATH-500 answer, and 100 kB with a boxed integer. Verifiers' checker takes seconds for some answers at times, so each
@@ -8,19 +8,15 @@ checker works through as many responses as it can in its share of time, at least
 """
 
 import argparse
-import importlib.metadata
 import itertools
-import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 
 from dapo_math import grade
 from dapo_math.problems import SelectionConfig, select_problems
 from math_verify import parse, verify
+from record import record
 from verifiers.v1.utils.score import verify_boxed_math_answer
 
 Checker = Callable[[str, str], float]
@@ -75,34 +71,25 @@ def rate(checker: Checker, given: list[Case], seconds: float, whole_pass: bool) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="for each checker and kind (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="write the result to this file as well")
+    parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results as well")
     args = parser.parse_args()
     # One core for this process and the checking processes that it starts.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     kinds = {"integer": ("gsm8k", 3_000), "math500": ("math500", 3_000), "long": ("gsm8k", 100_000)}
-    result: dict[str, object] = {}
+    result: dict[str, float] = {}
     print(f"{'kind':10}{'checker':14}{'verdicts/s':>12}{'as expected':>13}{'ours / theirs':>15}")
     for kind, (dataset, size) in kinds.items():
-        given, first = cases(dataset, size), 0.0
+        given = cases(dataset, size)
         for name, checker in CHECKERS.items():
             per_second, right = rate(checker, given, args.seconds, kind == "math500")
-            first = first or per_second
-            result |= {f"{kind}_{name}_per_s": round(per_second, 1), f"{kind}_{name}_right": round(right, 4)}
-            if name != "dapo_math":
-                result[f"{kind}_vs_{name}"] = round(first / per_second, 2)
-            print(f"{kind:10}{name:14}{per_second:12,.0f}{right:13.1%}{first / per_second:15,.1f}")
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    about = {
-        "command": "python benchmarks/grading.py",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{cpu.partition(': ')[2] or platform.machine()}, one core",
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-    }
-    line = json.dumps(about | result)
-    if args.output:
-        args.output.write_text(line + "\n")
-    print(line)
+            if name == "dapo_math":
+                result |= {f"{kind}_per_s": round(per_second, 1), f"{kind}_as_expected": round(right, 4)}
+            else:
+                result |= {f"{kind}_{name}_per_s": round(per_second, 1), f"{kind}_{name}_as_expected": round(right, 4)}
+                result[f"{kind}_vs_{name}"] = round(result[f"{kind}_per_s"] / per_second, 2)
+            ratio = result[f"{kind}_per_s"] / per_second
+            print(f"{kind:10}{name:14}{per_second:12,.0f}{right:13.1%}{ratio:15,.1f}")
+    record("grading", result, PACKAGES, args.save)
 
 
 if __name__ == "__main__":

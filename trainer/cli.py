@@ -143,8 +143,8 @@ async def supervised(run: GrpoRun, services: Services) -> None:
     work, watch = asyncio.create_task(run.train()), asyncio.create_task(services.watch())
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done() and isinstance(work.exception(), BridgeError):
-            with contextlib.suppress(TimeoutError):  # a child that just died explains the failed call better
+        if work.done() and work.exception():
+            with contextlib.suppress(TimeoutError):  # a child that just died explains whatever failed better
                 await asyncio.wait_for(asyncio.shield(watch), 2.0)
         done = watch if watch.done() else work
         await done

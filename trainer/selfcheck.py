@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -59,7 +60,8 @@ async def checked_tasks(
             if done % 64 == 0:
                 await asyncio.sleep(0)  # checks that never wait must not shut out Ctrl-C
 
-    async with provision_runtime(SubprocessConfig(), name="self-check") as runtime, asyncio.TaskGroup() as group:
+    unique = f"self-check-{uuid.uuid4().hex}"  # a second run, or one that was killed, has a folder of its own
+    async with provision_runtime(SubprocessConfig(), name=unique) as runtime, asyncio.TaskGroup() as group:
         for _ in range(_AT_ONCE):
             group.create_task(work())
     if not failed:

@@ -268,7 +268,7 @@ def test_prime_rl_s_evaluation_source_scores_a_right_and_a_wrong_answer():
         for text, value in ((f"\\boxed{{{data.answer}}}", 1.0), ("\\boxed{no}", 0.0)):
             episode = run(play(text))
             (trace,) = episode.traces
-            assert episode.ok and trace.ok and trace.reward == value
+            assert episode.ok and trace.ok and trace.reward == value, (episode.errors, trace.errors)
 
 
 @pytest.mark.engine
@@ -287,7 +287,7 @@ def test_prime_rl_s_training_source_brings_tokens_and_logprobs_from_a_real_vllm(
     with served(config) as address:
         episode = run(rolled_out(address, task, client, name, {**sampling, "extra_body": {"cache_salt": "0"}}))
     (trace,) = episode.traces
-    assert episode.ok and trace.reward in (0.0, 1.0)
+    assert episode.ok and trace.reward in (0.0, 1.0), (episode.errors, trace.errors)
     (branch,) = trace.branches
     assert len(branch.token_ids) == len(branch.logprobs) == len(branch.sampled_mask)
     assert 0 < sum(branch.sampled_mask) <= 16

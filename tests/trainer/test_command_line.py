@@ -60,7 +60,7 @@ def test_a_bad_row_of_a_data_file_is_named(tmp_path: Path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run("trainer.grpo", *RECIPE, "--taskset.dataset", str(path), "--output-dir", str(tmp_path / "out"))
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"{path} row 2: no column 'answer'" in done.stderr
+    assert f"{path} row 2 (id problems/2): no column 'answer'" in done.stderr
 
 
 def test_a_port_in_use_is_said_before_anything_starts():

@@ -1,5 +1,6 @@
 """The training command with everything real: Verifiers, vLLM on the CPU, the tiny model."""
 
+import contextlib
 import json
 import os
 import re
@@ -146,8 +147,7 @@ def test_no_process_outlives_the_run_however_it_ends(tmp_path: Path, how: str):
             assert "checkpoint saved" in log.read_text()
             assert f"python -m trainer.grpo @ {tmp_path / 'cut' / 'config.toml'} --resume" in log.read_text()
             assert "Traceback" not in log.read_text()
-        _, alive = psutil.wait_procs(everyone, timeout=10)
-        assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not survivors(everyone)
         shared = [
             path for path in Path("/dev/shm").glob("vf-grpo-weights-*") if _owner(path) in {p.pid for p in everyone}
         ]
@@ -155,6 +155,16 @@ def test_no_process_outlives_the_run_however_it_ends(tmp_path: Path, how: str):
     finally:
         if process.poll() is None:
             process.kill()
+
+
+def survivors(processes: list[psutil.Process], seconds: float = 30.0) -> dict[int, str]:
+    """Command lines of those that still run after `seconds`."""
+    commands = {}
+    for process in psutil.wait_procs(processes, timeout=seconds)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                commands[process.pid] = " ".join(process.cmdline())
+    return commands
 
 
 def _owner(path: Path) -> int:
@@ -175,8 +185,7 @@ def test_a_dead_engine_ends_the_run_with_its_log(tmp_path: Path):
     os.kill(server.pid, signal.SIGKILL)
     assert process.wait(30) == 1
     assert "error: " in log.read_text() and "vLLM server ended with exit code" in log.read_text()
-    _, alive = psutil.wait_procs(everyone, timeout=10)
-    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not survivors(everyone)
 
 
 def test_a_damaged_weight_update_ends_the_run_naming_the_tensor(
