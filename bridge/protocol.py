@@ -1,9 +1,6 @@
 """The plain data that the bridge, its clients and the trainer share: what one captured call and one sample hold."""
 
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -38,8 +35,10 @@ class ModelCall:
         versions: policy versions of the completion's tokens, in order, covering all of them.
         sampling: sampling parameters of the request (temperature, top_p, max_tokens, seed, ...).
         finish_reason: `stop`, `length` or `abort`.
-        queued, first_token, end: seconds since the epoch: request received, first answer byte, answer complete.
+        queued, first_token, end: seconds since the epoch: request received, first token there, answer complete.
         replica: which engine answered.
+        retries: how often the call was started again before, because an engine failed or an update overtook it.
+        error: why there is no answer; such a call holds no tokens.
     """
 
     session: str
@@ -55,6 +54,8 @@ class ModelCall:
     first_token: float
     end: float
     replica: int = 0
+    retries: int = 0
+    error: str = ""
 
     def __post_init__(self) -> None:
         if len(self.completion_ids) != len(self.logprobs):
@@ -73,8 +74,8 @@ class ModelCall:
                 f"the completion has {len(self.completion_ids)} tokens"
             )
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelCall":
@@ -94,6 +95,7 @@ class Sample:
         temperature: the sampling temperature of its calls.
         finish_reason: that of its last call.
         latency: seconds the engine spent on its calls, queueing included.
+        fork: why the sequence does not continue an earlier one of its session; empty for a session's first.
     """
 
     session: str
@@ -104,6 +106,7 @@ class Sample:
     temperature: float
     finish_reason: str
     latency: float = 0.0
+    fork: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.sampled) == len(self.logprobs) == len(self.versions):
@@ -116,64 +119,3 @@ class Sample:
     @property
     def oldest_version(self) -> int:
         return int(self.versions[self.sampled].min())
-
-
-@dataclass
-class _Growing:
-    """A sample under construction, while later calls of the session may still extend it."""
-
-    ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    temperature: float = 1.0
-    finish_reason: str = ""
-    latency: float = 0.0
-
-    def append(self, call: ModelCall) -> None:
-        prompt = call.prompt_ids[len(self.ids) :]
-        self.ids += prompt + call.completion_ids
-        self.sampled += [False] * len(prompt) + [True] * len(call.completion_ids)
-        self.logprobs += [0.0] * len(prompt) + call.logprobs
-        self.versions += [-1] * len(prompt)
-        for span in call.versions:
-            self.versions += [span.version] * (span.end - span.start)
-        self.temperature = float(call.sampling.get("temperature", 1.0))
-        self.finish_reason = call.finish_reason
-        self.latency += call.end - call.queued
-
-
-def samples_from_calls(calls: Sequence[ModelCall]) -> list[Sample]:
-    """Join the calls of one session into as few token sequences as exactness allows.
-
-    A call whose prompt starts with the ids of an earlier sequence extends it: nothing is tokenized again. A call whose
-    prompt differs anywhere (rewritten history, another branch) starts a sequence of its own.
-
-    Raises:
-        BridgeError: calls of different sessions, or two temperatures within one sequence.
-    """
-    growing: list[_Growing] = []
-    for call in sorted(calls, key=lambda call: call.index):
-        if call.session != calls[0].session:
-            raise BridgeError(f"calls of sessions {calls[0].session} and {call.session} cannot form one sample")
-        matches = [s for s in growing if call.prompt_ids[: len(s.ids)] == s.ids]
-        target = max(matches, key=lambda s: len(s.ids), default=None)
-        if target is None:
-            target = _Growing()
-            growing.append(target)
-        elif not math.isclose(target.temperature, float(call.sampling.get("temperature", 1.0))):
-            raise BridgeError(f"session {call.session} changes its temperature within one sequence")
-        target.append(call)
-    return [
-        Sample(
-            session=calls[0].session,
-            ids=np.asarray(s.ids, dtype=np.int32),
-            sampled=np.asarray(s.sampled, dtype=bool),
-            logprobs=np.asarray(s.logprobs, dtype=np.float32),
-            versions=np.asarray(s.versions, dtype=np.int32),
-            temperature=s.temperature,
-            finish_reason=s.finish_reason,
-            latency=s.latency,
-        )
-        for s in growing
-    ]

@@ -114,7 +114,7 @@ async def run_until_done(config: GrpoConfig) -> int:
         run: GrpoRun | None = None
         try:
             weights = str(checkpoint or model)
-            bridge = bridge_config(config, weights, progress.step)
+            bridge = bridge_config(config, model)
             async with start_services(bridge, environment, folder.logs) as services:
                 learner = await asyncio.to_thread(Learner, config, weights)
                 name = bridge.engine.served_name or ""
@@ -124,6 +124,7 @@ async def run_until_done(config: GrpoConfig) -> int:
                 )
                 if checkpoint:
                     run.restore(checkpoint)
+                    await services.bridge.publish(learner.named_weights(), learner.version)
                 await supervised(run, services)
         except asyncio.CancelledError:
             keep_progress(run, started)
@@ -173,17 +174,18 @@ def model_path(model: str) -> str:
     return model
 
 
-def bridge_config(config: GrpoConfig, weights: str, version: int):
-    """The bridge's settings of this run: the trainer's model and dtype, the version that a resumed run is at."""
+def bridge_config(config: GrpoConfig, model: str):
+    """The bridge's settings of this run: the trainer's model and dtype. Engines start from the model that the run began
+    with, which stays where it is when checkpoints go; a resumed run then publishes what it has learned."""
     engine = config.bridge.engine.model_copy(
         update={
-            "model": weights,
+            "model": model,
             "dtype": config.dtype,
             "served_name": config.bridge.engine.served_name or Path(config.model).name,
             "seed": config.seed,
         }
     )
-    return config.bridge.model_copy(update={"engine": engine, "version": version})
+    return config.bridge.model_copy(update={"engine": engine})
 
 
 def keep_progress(run: GrpoRun | None, started: float) -> bool:

@@ -10,6 +10,8 @@ import queue
 import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,9 @@ from verifiers.v1.utils.loaders import load_taskset, resolve_env_config, taskset
 
 from bridge.config import did_you_mean
 from trainer.errors import UserError
+
+
+_ORPHAN_SECONDS = 5.0
 
 
 class EnvironmentFile(BaseModel):
@@ -107,7 +112,7 @@ class EnvironmentServer:
             "address": environment.serve.address or "tcp://127.0.0.1:0",
             "address_queue": addresses,
             "death_pipe": theirs,
-            "log_setup": partial(_log_to, log),
+            "log_setup": partial(_set_up_server, log),
             "config_data": env_config_data(environment.env),
             "max_concurrent": environment.serve.max_concurrent,
         }
@@ -194,15 +199,25 @@ def _explain(error: ValidationError, env: str) -> str:
     return "; ".join(parts)
 
 
-def _log_to(path: Path) -> None:
-    """Runs in the server process: everything it says goes to its log file, and Ctrl-C is its parent's business."""
+def _set_up_server(path: Path) -> None:
+    """Runs in the server process: everything it says goes to its log file, Ctrl-C is its parent's business, and it ends
+    with it."""
     os.setsid()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     library = logging.getLogger("verifiers.v1")
     library.setLevel(logging.WARNING)
+
+
+def _end_with(parent: int) -> None:
+    """Verifiers' own teardown waits for episodes that may never end; a server without a parent ends all the same."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    time.sleep(_ORPHAN_SECONDS)
+    os.killpg(0, signal.SIGKILL)
 
 
 @contextlib.contextmanager

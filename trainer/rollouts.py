@@ -15,7 +15,8 @@ from verifiers.v1.trace import Trace
 from verifiers.v1.types import SamplingConfig as VerifiersSampling
 
 from bridge.client import BridgeClient
-from bridge.protocol import Sample, samples_from_calls
+from bridge.protocol import Sample
+from bridge.sequences import samples_from_calls
 from trainer.config import SamplingConfig
 from trainer.errors import UserError
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from bridge.protocol import BridgeError, ModelCall, VersionSpan, samples_from_calls
+from bridge.protocol import BridgeError, ModelCall, VersionSpan
+from bridge.sequences import samples_from_calls
 
 
 def call(index: int, prompt: list[int], completion: list[int], version: int = 0, temperature: float = 1.0) -> ModelCall:
@@ -48,9 +49,30 @@ def test_two_calls_from_one_prompt_are_two_samples_and_no_token_is_trained_twice
     assert sum(s.response_length for s in samples) == 3
 
 
-def test_one_sequence_at_two_temperatures_is_refused():
-    with pytest.raises(BridgeError, match="temperature"):
-        samples_from_calls([call(0, [1], [2]), call(1, [1, 2], [3], temperature=0.5)])
+def test_tokens_of_another_temperature_are_a_sample_of_their_own():
+    first, second = samples_from_calls([call(0, [1], [2]), call(1, [1, 2], [3], temperature=0.5)])
+    assert (first.temperature, second.temperature) == (1.0, 0.5)
+    assert second.sampled.tolist() == [False, False, True] and second.fork.startswith("temperature: 0.5")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fork"),
+    [
+        ([1, 2, 3, 8], ""),
+        ([1, 9, 3, 8], "branch: token 1 is 9 where the sequence has 2"),
+        ([1, 2, 7, 8], "rewritten: token 2 is 7 where the sequence has 3"),
+        ([1, 2], "shortened: the prompt ends at token 2 of 3"),
+    ],
+)
+def test_a_sample_says_why_it_does_not_continue_an_earlier_one(prompt: list[int], fork: str):
+    samples = samples_from_calls([call(0, [1, 2], [3]), call(1, prompt, [4])])
+    assert samples[0].fork == "" and samples[-1].fork == fork
+
+
+def test_a_failed_call_leaves_no_sample():
+    failed = ModelCall(**{**vars(call(1, [], [])), "error": "answered with 500"})
+    assert len(samples_from_calls([call(0, [1], [2]), failed])) == 1
+    assert samples_from_calls([failed]) == []
 
 
 def test_a_call_must_have_one_logprob_for_each_token_and_spans_without_gaps():

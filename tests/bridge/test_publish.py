@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import bridge.client
+import bridge.transfer
 from bridge.client import BridgeClient
 from bridge.protocol import BridgeError, ModelCall
 from tests.bridge.test_serving import captured, post, request
@@ -72,14 +72,15 @@ def test_after_an_update_the_engine_samples_from_the_new_weights_under_the_new_v
     assert mismatch(tiny[0], before) < 1e-4
     version = info(url)["version"] + 1
     seconds = publish(url, changed, version)
-    assert set(seconds) == {"write", "drain", "update"}
+    assert set(seconds) == {"write", "stage", "drain", "commit"}
     # The same prompt again: cached keys of the old weights would show here.
     for seed in range(4):
         after = sampled(url, f"after-{seed}", seed)
         assert mismatch(changed, after) < 1e-4
         assert mismatch(tiny[0], after) > 0.01, "the test must be able to see a missed update"
         assert after.versions[0].version == version
-    assert not list(Path(info(url)["weights_dir"]).iterdir()), "published files must not stay"
+    files = [path.name for path in Path(info(url)["weights_dir"]).iterdir()]
+    assert files == [f"{version}.safetensors"], "only what a restarted engine needs stays"
 
 
 CORRUPTIONS = {
@@ -93,7 +94,7 @@ def test_a_damaged_update_is_refused_by_tensor_and_the_old_weights_go_on(
     url: str, tiny: Any, changed: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     damage, reason = CORRUPTIONS[kind]
-    write = bridge.client.write_weights
+    write = bridge.transfer.write_file
 
     def write_damaged(tensors: Any, path: Path) -> int:
         write(tensors, path)
@@ -108,7 +109,7 @@ def test_a_damaged_update_is_refused_by_tensor_and_the_old_weights_go_on(
 
     version = info(url)["version"]
     publish(url, tiny[0], version + 1)
-    monkeypatch.setattr(bridge.client, "write_weights", write_damaged)
+    monkeypatch.setattr(bridge.transfer, "write_file", write_damaged)
     with pytest.raises(BridgeError, match=rf"'model\.norm\.weight': .*{reason}"):
         publish(url, changed, version + 2)
     call = sampled(url, f"damaged-{kind}")

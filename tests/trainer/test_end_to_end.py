@@ -18,7 +18,7 @@ import tomli
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import bridge.client
+import bridge.transfer
 from tests.conftest import forward_logprobs
 from trainer.cli import main
 from trainer.tiny import tiny_model_dir
@@ -171,7 +171,27 @@ def _owner(path: Path) -> int:
     return int(path.name.removeprefix("vf-grpo-weights-").split("-")[0])
 
 
-def test_a_dead_engine_ends_the_run_with_its_log(tmp_path: Path):
+def test_an_engine_that_dies_comes_back_with_the_current_weights_and_the_run_goes_on(tmp_path: Path):
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        args = [*RECIPE, *SMALL, "--max-steps", "12", "--output-dir", str(tmp_path), "--run-name", "dead"]
+        process = subprocess.Popen(command(*args), stdout=file, stderr=file)
+    deadline = time.monotonic() + 120
+    while "step    2" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    everyone = family(psutil.Process(process.pid))
+    (server,) = [p for p in everyone if "vllm.entrypoints.openai.api_server" in " ".join(p.cmdline())]
+    os.kill(server.pid, signal.SIGKILL)
+    assert process.wait(120) == 0, log.read_text()
+    rows = [row for row in metrics(tmp_path / "dead") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert all(row["mismatch/abs_max"] < 1e-4 for row in rows), "it samples from the weights it should have"
+    assert "is lost: vLLM server ended with exit code -9" in (tmp_path / "dead" / "logs" / "bridge.log").read_text()
+    assert not survivors(everyone)
+
+
+def test_a_dead_bridge_ends_the_run_with_its_log(tmp_path: Path):
     log = tmp_path / "log"
     with log.open("wb") as file:
         args = [*RECIPE, *SMALL, "--max-steps", "1000", "--output-dir", str(tmp_path), "--run-name", "dead"]
@@ -181,21 +201,21 @@ def test_a_dead_engine_ends_the_run_with_its_log(tmp_path: Path):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
     everyone = family(psutil.Process(process.pid))
-    (server,) = [p for p in everyone if "vllm.entrypoints.openai.api_server" in " ".join(p.cmdline())]
-    os.kill(server.pid, signal.SIGKILL)
+    (bridge_process,) = [p for p in everyone if p.cmdline()[1:4] == ["-m", "bridge", "serve"]]
+    os.kill(bridge_process.pid, signal.SIGKILL)
     assert process.wait(30) == 1
-    assert "error: " in log.read_text() and "vLLM server ended with exit code" in log.read_text()
+    assert "error: " in log.read_text() and "bridge ended with exit code" in log.read_text()
     assert not survivors(everyone)
 
 
 def test_a_damaged_weight_update_ends_the_run_naming_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    write = bridge.client.write_weights
+    write = bridge.transfer.write_file
 
     def write_damaged(tensors: Any, path: Path) -> int:
         named = dict(tensors)
-        size = write(named.items(), path)
+        size = write(named, path)
         if path.stem == "2":
             damaged = {name: tensor.detach().clone() for name, tensor in named.items()}
             damaged["model.layers.1.mlp.up_proj.weight"] += 0.01
@@ -204,7 +224,7 @@ def test_a_damaged_weight_update_ends_the_run_naming_the_tensor(
             save_file(damaged, path, metadata=metadata)
         return size
 
-    monkeypatch.setattr(bridge.client, "write_weights", write_damaged)
+    monkeypatch.setattr(bridge.transfer, "write_file", write_damaged)
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     args = [*RECIPE, *SMALL, "--max-steps", "3", "--output-dir", str(tmp_path), "--run-name", "damaged"]
     monkeypatch.setattr(sys, "argv", ["grpo", *args])
@@ -214,5 +234,6 @@ def test_a_damaged_weight_update_ends_the_run_naming_the_tensor(
     assert "'model.layers.1.mlp.up_proj.weight': its bytes differ" in str(ended.value.code)
     assert [row["step"] for row in metrics(tmp_path / "damaged")] == [1]
     started = {p.pid for p in psutil.Process().children(recursive=True)} - before
-    # Python's own resource tracker belongs to this process and ends with it.
-    assert not [pid for pid in started if "resource_tracker" not in " ".join(psutil.Process(pid).cmdline())]
+    # Python's own helpers belong to this process and end with it.
+    own = ("resource_tracker", "forkserver")
+    assert not [pid for pid in started if not any(name in " ".join(psutil.Process(pid).cmdline()) for name in own)]
