@@ -112,7 +112,7 @@ def main() -> None:
     kind, *args = args
     if not args[0].startswith(("-", "@")):
         args = ["--engine.model" if kind == "serve" else "--model", *args]
-    sys.argv[1:] = args
+    sys.argv[1:] = _joined(args, "--replica-url")
     config = cli(  # pyright: ignore[reportCallIssue]
         BridgeConfig if kind == "serve" else EngineServerConfig, prog=f"python -m bridge {kind} MODEL"
     )
@@ -124,6 +124,20 @@ def main() -> None:
             run_engine(config)
     except BridgeError as error:
         sys.exit(f"error: {error}")
+
+
+def _joined(args: list[str], flag: str) -> list[str]:
+    """`--flag A ... --flag B` as `--flag A B`, the only form that the parser takes for a list."""
+    values, rest, taking = [], [], False
+    for arg in args:
+        if arg == flag:
+            taking = True
+        elif taking and not arg.startswith(("-", "@")):
+            values.append(arg)
+        else:
+            taking = False
+            rest.append(arg)
+    return [*rest, flag, *values] if values else rest
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -81,7 +81,7 @@ class BridgeConfig(Settings):
     engine: EngineConfig = EngineConfig()
     replicas: int = Field(default=1, ge=0)
     """vLLM servers to start on this machine; 0 where `replica_url` names them all."""
-    gpus: list[int] | None = None
+    gpus: list[int] = Field(default_factory=list)
     """GPUs for the servers, `tensor_parallel_size` for each in turn; unset, from 0 on."""
     replica_url: list[str] = Field(default_factory=list)
     """Servers that run already, here or elsewhere, started with `python -m bridge engine`. Repeatable."""
@@ -122,10 +122,10 @@ class BridgeConfig(Settings):
     def _some_replica(self) -> "BridgeConfig":
         if self.replicas + len(self.replica_url) == 0:
             raise ValueError("replicas = 0 needs at least one replica_url")
-        needed, given = self.replicas * self.engine.tensor_parallel_size, len(self.gpus or [])
-        if self.gpus is not None and given != needed:
+        needed, given = self.replicas * self.engine.tensor_parallel_size, len(self.gpus)
+        if self.gpus and given != needed:
             raise ValueError(
-                f"gpus names {given}, but {self.replicas} replicas of tensor_parallel_size "
+                f"gpus names {given} GPUs, but {self.replicas} replicas of tensor_parallel_size "
                 f"{self.engine.tensor_parallel_size} need {needed}"
             )
         return self

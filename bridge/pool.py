@@ -188,6 +188,19 @@ class Pool:
         replica.reason = reason
         replica.evicted.set()
 
+    async def is_gone(self, replica: Replica) -> bool:
+        """Whether a replica that broke off an answer is lost altogether; it is then taken out at once."""
+        engine = replica.engine
+        if replica.state != "serving" or engine is None:
+            return True
+        try:
+            await engine.get("/health")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if replica.engine is engine:
+                self.evict(replica, f"it broke off an answer, and /health says: {error!r}")
+            return True
+        return False
+
     def set_stale(self, replica: Replica) -> None:
         replica.state = "stale"
 

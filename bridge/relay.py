@@ -107,8 +107,9 @@ class Relay:
             except Interrupted as reason:
                 self.metrics.retried("overtaken" if "overtaken" in str(reason) else "lost")
             except AttemptFailed as failed:
-                failures += 1
                 self.metrics.retried(failed.reason)
+                # A replica that is gone is taken out, and then it is no failure to wait for another.
+                failures += not (failed.reason == "connection" and await self.pool.is_gone(replica))
                 logger.warning("session %s call %d: %s", request.session, request.index, failed)
                 if failures > self.config.max_retries:
                     raise

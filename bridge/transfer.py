@@ -135,8 +135,8 @@ def _buckets(sizes: Sequence[tuple[str, int]]) -> list[list[str]]:
 
 def _group(address: str, world: int, rank: int, backend: str) -> Any:
     """A process group of its own, beside whatever groups the process has."""
-    from torch.distributed import ProcessGroupGloo
     from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroupGloo
     from torch.distributed.distributed_c10d import PrefixStore
 
     host, _, port = address.rpartition(":")

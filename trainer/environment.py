@@ -29,7 +29,6 @@ from verifiers.v1.utils.loaders import load_taskset, resolve_env_config, taskset
 from bridge.config import did_you_mean
 from trainer.errors import UserError
 
-
 _ORPHAN_SECONDS = 5.0
 
 
