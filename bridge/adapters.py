@@ -4,7 +4,6 @@
 |---|---|---|---|
 | `/inference/v1/generate` | served | only with `--enable-scale-out` | as 0.32 |
 | its logprobs | `{"token": "token_id:N"}` | `{"token_id": N}` | as 0.32 |
-| versions of tokens | not reported | reported by the engine core | as 0.32 |
 """
 
 from collections.abc import Iterable
@@ -16,15 +15,10 @@ from bridge.protocol import BridgeError
 
 
 class Adapter:
-    """One vLLM minor version.
-
-    Args:
-        spans: the engine core reports the weight version of every token, so that an update may overtake requests.
-    """
+    """One vLLM minor version, and the flags that its server needs."""
 
     minor: str
     flags: tuple[str, ...]
-    spans: bool
 
     def generate_answer(self, body: bytes) -> bytes:
         """An answer of `/inference/v1/generate` in the shape that `renderers` (Verifiers' TrainClient) reads:
@@ -35,13 +29,11 @@ class Adapter:
 class Vllm026(Adapter):
     minor = "0.26"
     flags = ("--return-tokens-as-token-ids",)
-    spans = False
 
 
 class Vllm032(Adapter):
     minor = "0.32"
     flags = ("--enable-scale-out",)
-    spans = True
 
     def generate_answer(self, body: bytes) -> bytes:
         answer: dict[str, Any] = msgspec.json.decode(body)

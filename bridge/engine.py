@@ -190,7 +190,7 @@ class Engine:
                 f"the vLLM server at {self.url} was not started for the bridge ({error.status} to /bridge/version): "
                 "start it with `python -m bridge engine MODEL --host HOST --port PORT`"
             ) from error
-        self.spans = self.adapter.spans and control["spans"]
+        self.spans = control["spans"]
         self.served_version = control["version"]
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": 1}
         body = {"token_ids": [1, 2, 3], "sampling_params": sampling}

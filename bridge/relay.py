@@ -108,8 +108,8 @@ class Relay:
                 self.metrics.retried("overtaken" if "overtaken" in str(reason) else "lost")
             except AttemptFailed as failed:
                 self.metrics.retried(failed.reason)
-                # A replica that is gone is taken out, and then it is no failure to wait for another.
-                failures += not (failed.reason == "connection" and await self.pool.is_gone(replica))
+                # A replica that is lost has been taken out; to wait for another is no failure of the request.
+                failures += failed.reason != "lost"
                 logger.warning("session %s call %d: %s", request.session, request.index, failed)
                 if failures > self.config.max_retries:
                     raise
@@ -126,7 +126,8 @@ class Relay:
                     return await self._stream(http, request, replica, upstream, flight)
                 body = await upstream.read()
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise AttemptFailed("connection", f"{replica.name} broke off: {error!r}") from error
+            reason = "lost" if await self.pool.is_gone(replica) else "connection"
+            raise AttemptFailed(reason, f"{replica.name} broke off: {error!r}") from error
         if upstream.status != 200:
             answer = web.Response(body=body, status=upstream.status)
             answer.headers["Content-Type"] = upstream.headers.get("Content-Type", "application/json")

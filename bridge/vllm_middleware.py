@@ -5,6 +5,7 @@ tokens (`bridge.record`) put in before its last part; all other bytes are vLLM's
 `/bridge/version`, `/bridge/stage`, `/bridge/commit` and `/bridge/discard`.
 """
 
+import asyncio
 import contextvars
 import hmac
 import json
@@ -33,7 +34,13 @@ _running: contextvars.ContextVar["Call | None"] = contextvars.ContextVar("bridge
 
 @dataclass
 class _Growing:
-    """A generation under way. `versions` come from the engine core where it reports them."""
+    """A generation under way.
+
+    Args:
+        version: policy version when it began.
+        marks: by choice, (version, tokens sampled before it) for updates that overtook it, where the engine core does
+            not report versions itself.
+    """
 
     version: int
     sampling: dict[str, Any]
@@ -41,6 +48,7 @@ class _Growing:
     first_token: float = 0.0
     prompt_ids: list[int] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
+    marks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -68,7 +76,12 @@ class _Growing:
     def _spans(self, completion: Any, length: int) -> list[tuple[int, int, int]]:
         spans = getattr(completion, "weight_versions", None)
         if not spans:
-            return [(self.version, 0, length)]
+            starts = [(self.version, 0)]
+            for version, before in self.marks.get(completion.index, []):
+                if before < max(length, 1):
+                    starts = [start for start in starts if start[1] != before] + [(version, before)]
+            ends = [start for _, start in starts[1:]] + [length]
+            return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
         numbered = [
             (int(span.version) if str(span.version).isdigit() else self.version, span.start, span.end) for span in spans
         ]
@@ -101,6 +114,7 @@ class CaptureMiddleware:
         self.app = app
         self.version = 0
         self.engine: Any = None
+        self.active: dict[str, _Growing] = {}
         self.token = os.environ.get("BRIDGE_TOKEN", "").encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,11 +151,15 @@ class CaptureMiddleware:
                 sampling = {name: getattr(sampling_params, name, None) for name in _SAMPLING}
                 generation = _Growing(self.version, sampling, sampling_params.n)
                 call.generations.append(generation)
+                self.active[request_id] = generation
             outputs: AsyncIterator[Any] = generate(prompt, sampling_params, request_id, *args, **kwargs)
-            async for output in outputs:
-                if generation is not None:
-                    generation.read(output, sampling_params.output_kind.name == "DELTA")
-                yield output
+            try:
+                async for output in outputs:
+                    if generation is not None:
+                        generation.read(output, sampling_params.output_kind.name == "DELTA")
+                    yield output
+            finally:
+                self.active.pop(request_id, None)
 
         engine.generate = recorded
 
@@ -167,8 +185,10 @@ class CaptureMiddleware:
 
     @property
     def reports_spans(self) -> bool:
-        """Whether the engine core tells the weight version of every token."""
-        return hasattr(self.engine, "update_weight_version")
+        """Whether the weight version of every token is known even if an update overtakes its request."""
+        return hasattr(self.engine, "update_weight_version") or (
+            hasattr(self.engine, "output_processor") and hasattr(self.engine.engine_core, "outputs_queue")
+        )
 
     async def _commit(self, version: int, pause: bool) -> dict[str, Any]:
         """Put what is staged into the model; requests in flight are frozen meanwhile and go on with it."""
@@ -177,6 +197,8 @@ class CaptureMiddleware:
             await self.engine.pause_generation(mode="keep", clear_cache=False)
         try:
             workers = await self.engine.collective_rpc("bridge_commit")
+            if pause and not hasattr(self.engine, "update_weight_version"):
+                await self._mark(version)
             await self._serve(version)
         finally:
             if pause:
@@ -185,8 +207,29 @@ class CaptureMiddleware:
 
     async def _serve(self, version: int) -> None:
         self.version = version
-        if self.reports_spans:
+        if hasattr(self.engine, "update_weight_version"):
             await self.engine.update_weight_version(str(version))
+
+    async def _mark(self, version: int) -> None:
+        """Note how many tokens each request has when the version changes, for engines that do not (0.26).
+
+        A pause is answered after the outputs of every batch before it, over the same channel; so once what has arrived
+        is worked off, the counts are those of the old weights.
+        """
+        while not self.engine.engine_core.outputs_queue.empty():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # the last of it reaches its request
+        counts = {
+            (state.external_req_id, state.request_index): state.detokenizer.num_output_tokens()
+            for state in self.engine.output_processor.request_states.values()
+            if state.detokenizer is not None
+        }
+        for request_id, generation in self.active.items():
+            for index in range(generation.expected):
+                choice = generation.choices.get(index)
+                if choice is None or not choice.finish_reason:
+                    marks = generation.marks.setdefault(index, [])
+                    marks.append((version, counts.get((request_id, index), 0)))
 
 
 def _salted(prompt: Any, version: int) -> Any:

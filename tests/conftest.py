@@ -25,9 +25,12 @@ def start(command: list[str], log: Path, env: dict[str, str] | None = None) -> s
 @contextlib.contextmanager
 def serving(model: str | Path, folder: Path, *args: str) -> Iterator[str]:
     """A bridge with a real vLLM behind it, as its user starts it; gives the base URL."""
+    folder.mkdir(exist_ok=True)
     ready = folder / "url"
     command = [sys.executable, "-m", "bridge", "serve", str(model), "--port", "0", "--ready-file", str(ready)]
     command += ["--log-dir", str(folder), "--engine.dtype", "float32", "--engine.cpu-threads", "1", *args]
+    if python := os.environ.get("VLLM_PYTHON"):  # an interpreter with another vLLM version
+        command += ["--engine.python", python]
     process = start(command, folder / "bridge.log")
     try:
         deadline = time.monotonic() + 180

@@ -135,8 +135,8 @@ def test_vf_eval_works_and_each_of_its_rollouts_is_captured(bridge_url: str, tmp
     before = run(captured_calls())
     command = [str(Path(sys.executable).with_name("vf-eval")), "dapo-math", "-n", "3", "-r", "2", "-m", MODEL]
     command += ["--client.base-url", f"{bridge_url}/v1", "--client.api-key-var", "NONE", "--sampling.max-tokens", "16"]
-    command += ["--env.agent.runtime.type", "subprocess", "--env.taskset.dataset", "arithmetic", "--no-push", "--no-rich"]
-    command += ["--env.taskset.prompt-style", "plain", "-o", str(tmp_path / "out")]
+    command += ["--env.agent.runtime.type", "subprocess", "--env.taskset.dataset", "arithmetic"]
+    command += ["--env.taskset.prompt-style", "plain", "--no-push", "--no-rich", "-o", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert run(captured_calls()) == before + 6
