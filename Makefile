@@ -28,6 +28,7 @@ test-matrix: setup
 
 bench: setup
 	.venv/bin/python benchmarks/grading.py
+	.venv/bin/python benchmarks/bridge_overhead.py
 
 lint: setup
 	.venv/bin/ruff check .

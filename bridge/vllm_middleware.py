@@ -94,8 +94,13 @@ class _Growing:
 
 @dataclass
 class Call:
-    """One recorded request: its generations that the bridge has not heard of yet."""
+    """One recorded request: its generations that the bridge has not heard of yet.
 
+    Args:
+        tokens_only: nobody reads its text, so that none need be made, token by token.
+    """
+
+    tokens_only: bool = False
     generations: list[_Growing] = field(default_factory=list)
 
     def take(self) -> bytes:
@@ -128,7 +133,7 @@ class CaptureMiddleware:
             return await self._control(scope["path"].removeprefix("/bridge/"), receive, send)
         if _CALL not in headers:
             return await self.app(scope, receive, send)
-        call = Call()
+        call = Call(tokens_only=scope["path"] == "/inference/v1/generate")
         token = _running.set(call)
         try:
             await self.app(scope, receive, _with_record(call, send))
@@ -145,9 +150,11 @@ class CaptureMiddleware:
             call, generation = _running.get(), None
             prompt = _salted(prompt, self.version)
             if call is not None:
+                sampling_params = sampling_params.clone()
                 if sampling_params.logprobs is None:
-                    sampling_params = sampling_params.clone()
                     sampling_params.logprobs = 0
+                if call.tokens_only and not sampling_params.stop:
+                    sampling_params.detokenize = False
                 sampling = {name: getattr(sampling_params, name, None) for name in _SAMPLING}
                 generation = _Growing(self.version, sampling, sampling_params.n)
                 call.generations.append(generation)

@@ -171,7 +171,7 @@ def test_an_adapter_alone_is_served_under_its_own_name(tiny: Any, tmp_path: Path
                         if "lora_" in name:
                             parameter.copy_(0.2 * torch.randn(parameter.shape))
                 folder = tmp_path / f"adapter-{number}"
-                adapted.save_pretrained(folder)
+                adapted.save_pretrained(str(folder))
                 await client.publish_adapter(folder, 1 + number, "policy")
                 session = f"lora-{number}"
                 body = {**request("v1/completions"), "model": "policy"}
