@@ -8,9 +8,7 @@ Trainer's weights and engine share the GPU, as in the one-GPU layout. The load a
 
 import argparse
 import asyncio
-import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,40 +20,13 @@ import aiohttp
 import numpy as np
 import torch
 from record import record
+from shapes import shape_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bridge.client import BridgeClient
 from trainer.tiny import tiny_model_dir
 
 ROOT = Path(__file__).parents[1]
-QWEN3_4B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "dtype": "bfloat16",
-}
-
-
-def shape_folder(folder: Path) -> Path:
-    """A model folder of the Qwen3-4B shape without weights; the tokenizer only has to load."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in tiny_model_dir().iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, folder)
-    (folder / "config.json").write_text(json.dumps(QWEN3_4B))
-    return folder
 
 
 class Load:

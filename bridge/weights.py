@@ -85,8 +85,10 @@ class Publisher:
                 replica could load them.
         """
         async with self._lock:
-            repair = update.version == self.gate.version and any(r.state == "stale" for r in self.pool.replicas)
-            if update.version <= self.gate.version and not repair:
+            same = update.version == self.gate.version
+            first = same and self._current is None  # the trainer's own words for what the servers started with
+            repair = same and not first and any(r.state == "stale" for r in self.pool.replicas)
+            if update.version <= self.gate.version and not (first or repair):
                 raise BridgeError(
                     f"weights of version {update.version} cannot replace version {self.gate.version}: "
                     "versions only rise"

@@ -1,38 +1,51 @@
 """From samples with advantages to the micro-batches of one optimizer step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
 from bridge.protocol import Sample
 
+LossKind = Literal["dapo", "grpo", "dr_grpo"]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """R rows of L tokens for one forward and backward pass; position t of every per-token array speaks of token t + 1.
+    """R rows of L tokens for one forward and backward pass, and the T trained tokens among them.
 
-    Rows are padded on the right, where causal attention never looks, so no attention mask is needed.
+    Padded rows end in padding, where causal attention never looks, so they need no mask. A packed micro-batch is one
+    row of S sequences, kept apart by their positions and boundaries.
 
     Args:
         ids_RL: token ids, int64.
-        trained_RL: True where token t + 1 was sampled and counts in the loss.
-        targets_RL: token t + 1, int64; 0 at the last position.
-        behaviour_RL: the engine's logprob of token t + 1, float32.
-        advantages_RL: the advantage of the row's episode, float32.
-        temperature_R: the row's sampling temperature, float32 [R].
+        positions_RL: position of each token in its sequence, int64; None where rows are single sequences.
+        boundaries_S: first token of each packed sequence and the end of the last, int32 [S + 1]; None where padded.
+        longest: length of the longest sequence.
+        index_T: flat position in `ids_RL` whose logits speak of trained token t (the position before it), int64.
+        targets_T: the trained tokens, int64.
+        behaviour_T: the engine's logprob of each, float32.
+        advantages_T: the advantage of its episode, float32.
+        weights_T: its share in the loss, float32.
+        temperature_T: the temperature it was sampled at, float32.
     """
 
     ids_RL: torch.Tensor
-    trained_RL: torch.Tensor
-    targets_RL: torch.Tensor
-    behaviour_RL: torch.Tensor
-    advantages_RL: torch.Tensor
-    temperature_R: torch.Tensor
+    positions_RL: torch.Tensor | None
+    boundaries_S: torch.Tensor | None
+    longest: int
+    index_T: torch.Tensor
+    targets_T: torch.Tensor
+    behaviour_T: torch.Tensor
+    advantages_T: torch.Tensor
+    weights_T: torch.Tensor
+    temperature_T: torch.Tensor
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ class Batch:
 
     Args:
         micro_batches: in any order; the gradient does not depend on the split.
-        trained_tokens: N, the number of True entries of `trained_RL` in all of them.
+        trained_tokens: N, the trained tokens in all of them.
         total_tokens: prompt and response tokens, padding not counted.
         dropped_tokens: sampled tokens left out because their behaviour logprob is missing or not finite.
     """
@@ -52,51 +65,153 @@ class Batch:
     dropped_tokens: int
 
 
-def make_batch(samples: Sequence[Sample], advantages: Sequence[float], tokens_per_micro_batch: int) -> Batch:
-    """Sort samples by length and cut them into padded micro-batches of at most `tokens_per_micro_batch` tokens.
+def make_batch(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    tokens_per_micro_batch: int,
+    *,
+    kind: LossKind = "dapo",
+    horizon: int = 1,
+    packed: bool = False,
+    fill: bool = False,
+) -> Batch:
+    """Sort samples by length and cut them into micro-batches of at most `tokens_per_micro_batch` tokens; a longer
+    sample gets one of its own.
+
+    Args:
+        kind: the normalization. `dapo`: every token 1/N (arXiv 2503.14476, eq. 8); `grpo`: the mean over sequences of
+            their token means (arXiv 2402.03300, eq. 3); `dr_grpo`: every token 1/(S * horizon) (arXiv 2503.20783).
+        horizon: Dr. GRPO's constant, the longest completion that sampling allows.
+        packed: sequences one after the other in one row, instead of padded rows.
+        fill: packed rows are padded to the full length, so that a compiled model meets one shape.
 
     Raises:
         ValueError: no sampled token has a finite logprob, so there is nothing to train on.
     """
     if len(samples) != len(advantages):
         raise ValueError(f"{len(samples)} samples but {len(advantages)} advantages")
-    order = sorted(range(len(samples)), key=lambda i: -len(samples[i].ids))
-    rows: list[list[int]] = []
-    for i in order:
-        # Sorted by falling length: the first sample of a micro-batch sets its width.
-        if rows and len(samples[rows[-1][0]].ids) * (len(rows[-1]) + 1) <= tokens_per_micro_batch:
-            rows[-1].append(i)
-        else:
-            rows.append([i])
-    sampled = sum(sample.response_length for sample in samples)
-    trained = sum(int((sample.sampled & np.isfinite(sample.logprobs)).sum()) for sample in samples)
+    lengths = [len(sample.ids) for sample in samples]
+    order = sorted(range(len(samples)), key=lambda i: -lengths[i])
+    bins = (
+        _first_fit(order, lengths, tokens_per_micro_batch) if packed else _rows(order, lengths, tokens_per_micro_batch)
+    )
+    trained_masks = [_trained(sample) for sample in samples]
+    counts = [int(mask.sum()) for mask in trained_masks]
+    sampled, trained = sum(sample.response_length for sample in samples), sum(counts)
     if not trained:
         raise ValueError(f"none of {sampled} sampled tokens has a finite logprob: nothing to train on")
-    return Batch(
-        micro_batches=[_collate([samples[i] for i in row], [advantages[i] for i in row]) for row in rows],
-        trained_tokens=trained,
-        total_tokens=sum(len(sample.ids) for sample in samples),
-        dropped_tokens=sampled - trained,
-    )
+    sequences = sum(count > 0 for count in counts)
+    weights = {
+        "dapo": [1 / trained] * len(samples),
+        "grpo": [1 / (sequences * max(count, 1)) for count in counts],
+        "dr_grpo": [1 / (sequences * horizon)] * len(samples),
+    }[kind]
+    shape = None
+    if fill:
+        longest = -(-max(lengths) // _LENGTH_STEP) * _LENGTH_STEP
+        shape = _Shape(tokens_per_micro_batch, longest, 1 << (len(samples) + 8).bit_length())
+    micro_batches = []
+    for members in bins:
+        parts = [(samples[i], trained_masks[i], advantages[i], weights[i]) for i in members]
+        micro_batches.append(_packed(parts, shape) if packed else _padded(parts))
+    return Batch(micro_batches, trained, sum(lengths), sampled - trained)
 
 
-def _collate(samples: Sequence[Sample], advantages: Sequence[float]) -> MicroBatch:
-    shape = len(samples), max(len(sample.ids) for sample in samples)
-    ids, targets = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    trained, behaviour = np.zeros(shape, bool), np.zeros(shape, np.float32)
-    for row, sample in enumerate(samples):
-        length = len(sample.ids)
-        finite = np.isfinite(sample.logprobs)
-        ids[row, :length] = sample.ids
-        targets[row, : length - 1] = sample.ids[1:]
-        trained[row, : length - 1] = (sample.sampled & finite)[1:]
-        behaviour[row, : length - 1] = np.where(finite, sample.logprobs, 0.0)[1:]
-    advantages_R = torch.tensor(advantages, dtype=torch.float32)
+_LENGTH_STEP = 1024
+
+_Part = tuple[Sample, np.ndarray, float, float]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What all packed micro-batches of a run look like to a compiled model: tokens, longest sequence, sequences."""
+
+    tokens: int
+    longest: int
+    sequences: int
+
+
+def _trained(sample: Sample) -> np.ndarray:
+    """Where tokens count in the loss, bool [T]; a first token has nothing before it that could speak of it."""
+    mask = sample.sampled & np.isfinite(sample.logprobs)
+    mask[:1] = False
+    return mask
+
+
+def _rows(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Sorted by falling length, the first sample of a micro-batch sets its width."""
+    bins: list[list[int]] = []
+    for i in order:
+        if bins and lengths[bins[-1][0]] * (len(bins[-1]) + 1) <= limit:
+            bins[-1].append(i)
+        else:
+            bins.append([i])
+    return bins
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        for number, left in enumerate(room):
+            if lengths[i] <= left:
+                bins[number].append(i)
+                room[number] -= lengths[i]
+                break
+        else:
+            bins.append([i])
+            room.append(limit - lengths[i])
+    return bins
+
+
+def _padded(parts: Sequence[_Part]) -> MicroBatch:
+    longest = max(len(sample.ids) for sample, *_ in parts)
+    ids_RL = np.zeros((len(parts), longest), np.int64)
+    starts = [row * longest for row in range(len(parts))]
+    for row, (sample, *_) in enumerate(parts):
+        ids_RL[row, : len(sample.ids)] = sample.ids
+    return _micro_batch(ids_RL, None, None, longest, parts, starts)
+
+
+def _packed(parts: Sequence[_Part], shape: _Shape | None) -> MicroBatch:
+    pieces = [len(sample.ids) for sample, *_ in parts]
+    starts = np.cumsum([0, *pieces[:-1]]).tolist()
+    total, longest = sum(pieces), max(pieces)
+    padding = max(0, shape.tokens - total) if shape else 0
+    if shape:
+        longest = max(longest, shape.longest)
+        whole, rest = divmod(padding, longest)
+        pieces += [longest] * whole + [rest]
+        pieces += [0] * (shape.sequences - len(pieces))
+    ids_RL = np.zeros((1, total + padding), np.int64)
+    ids_RL[0, :total] = np.concatenate([sample.ids for sample, *_ in parts])
+    positions_RL = np.concatenate([np.arange(piece) for piece in pieces])[None]
+    boundaries_S = np.cumsum([0, *pieces]).astype(np.int32)
+    return _micro_batch(ids_RL, positions_RL, boundaries_S, longest, parts, starts)
+
+
+def _micro_batch(
+    ids_RL: np.ndarray,
+    positions_RL: np.ndarray | None,
+    boundaries_S: np.ndarray | None,
+    longest: int,
+    parts: Sequence[_Part],
+    starts: Sequence[int],
+) -> MicroBatch:
+    columns: list[list[np.ndarray]] = [[], [], [], [], [], []]
+    for (sample, mask, advantage, weight), start in zip(parts, starts, strict=True):
+        tokens = np.flatnonzero(mask)
+        ones = np.ones(len(tokens), np.float32)
+        columns[0].append(start + tokens - 1)
+        columns[1].append(sample.ids[tokens].astype(np.int64))
+        columns[2].append(sample.logprobs[tokens])
+        columns[3].append(ones * np.float32(advantage))
+        columns[4].append(ones * np.float32(weight))
+        columns[5].append(ones * np.float32(sample.temperature))
     return MicroBatch(
-        ids_RL=torch.from_numpy(ids),
-        trained_RL=torch.from_numpy(trained),
-        targets_RL=torch.from_numpy(targets),
-        behaviour_RL=torch.from_numpy(behaviour),
-        advantages_RL=advantages_R[:, None].expand(shape),
-        temperature_R=torch.tensor([sample.temperature for sample in samples], dtype=torch.float32),
+        torch.from_numpy(ids_RL),
+        None if positions_RL is None else torch.from_numpy(positions_RL),
+        None if boundaries_S is None else torch.from_numpy(boundaries_S),
+        longest,
+        *(torch.from_numpy(np.concatenate(column)) for column in columns),
     )

@@ -26,7 +26,7 @@ def save_checkpoint(
     partial = folder / f".step_{step:06d}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    learner.model.save_pretrained(partial)
+    learner.export(partial)
     AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(partial)
     torch.save(learner.state(), partial / _STATE)
     (partial / "progress.json").write_text(json.dumps({"step": step, **progress}))

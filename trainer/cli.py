@@ -116,15 +116,14 @@ async def run_until_done(config: GrpoConfig) -> int:
             weights = str(checkpoint or model)
             bridge = bridge_config(config, model)
             async with start_services(bridge, environment, folder.logs) as services:
-                learner = await asyncio.to_thread(Learner, config, weights)
-                name = bridge.engine.served_name or ""
+                learner = await asyncio.to_thread(Learner, config, model if config.lora.rank else weights, model)
+                name = "policy" if config.lora.rank else bridge.engine.served_name or ""
                 rollouts = VerifiersRollouts(services.environment.client, services.bridge, name, model, config.sampling)
                 run = GrpoRun(
                     config, folder, learner, rollouts, services, train_tasks, held_out, model, display, progress
                 )
                 if checkpoint:
                     run.restore(checkpoint)
-                    await services.bridge.publish(learner.named_weights(), learner.version)
                 await supervised(run, services)
         except asyncio.CancelledError:
             keep_progress(run, started)
@@ -183,6 +182,8 @@ def bridge_config(config: GrpoConfig, model: str):
             "dtype": config.dtype,
             "served_name": config.bridge.engine.served_name or Path(config.model).name,
             "seed": config.seed,
+            "lora_rank": config.lora.rank,
+            "load_format": config.load_format,
         }
     )
     return config.bridge.model_copy(update={"engine": engine})

@@ -38,24 +38,65 @@ class SamplingConfig(Settings):
 class AdvantageConfig(Settings):
     """How rewards of a group become advantages."""
 
-    divide_by_std: bool = False
-    """Divide by the group's population standard deviation plus 1e-6 (GRPO); off, reward minus mean (Dr. GRPO)."""
+    kind: Literal["mean", "mean_std", "rloo"] = "mean"
+    """`mean`: reward minus the group's mean (Dr. GRPO); `mean_std`: that divided by the group's population standard
+    deviation plus 1e-6 (GRPO); `rloo`: reward minus the mean of the others (leave one out)."""
+
+
+class ZeroSpreadConfig(Settings):
+    """Groups whose rewards are all equal teach nothing."""
+
+    rule: Literal["retain", "drop", "resample"] = "retain"
+    """`retain`: their tokens have no gradient but count in the mean; `drop`: they do not count; `resample`: other
+    prompts take their place."""
+    max_rounds: int = Field(default=3, ge=1)
+    """How often a step samples replacements (`resample`) before it takes groups as they are."""
+
+
+class TruncationConfig(Settings):
+    """Answers that the length limit cut off."""
+
+    rule: Literal["keep", "mask", "penalty"] = "keep"
+    """`keep`: trained like all others; `mask`: not trained and not counted, their reward stays in the group's mean;
+    `penalty`: long answers lose reward gradually, before the limit cuts them off (DAPO)."""
+    penalty_buffer: int = Field(default=512, ge=1)
+    """Tokens before the limit over which the penalty grows."""
+    penalty_factor: float = Field(default=1.0, ge=0)
+    """The penalty at the limit."""
 
 
 class LossConfig(Settings):
-    """The policy loss (DAPO's token mean with a dual clip)."""
+    """The policy loss: clipped, with a dual clip."""
 
+    kind: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """The normalization. `dapo`: mean over all tokens of the step; `grpo`: mean over sequences of their token means;
+    `dr_grpo`: sum over tokens, divided by sequences times `sampling.max_tokens`."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped to at least 1 - clip_low."""
     clip_high: float = Field(default=0.28, ge=0)
     """The ratio is clipped to at most 1 + clip_high."""
     dual_clip: float = Field(default=3.0, gt=1)
     """With a negative advantage the ratio counts at most this much."""
+    old_policy: Literal["bypass", "decoupled"] = "bypass"
+    """What the ratio is taken against. `bypass`: the engine's logprobs, so that clipping also bounds the mismatch;
+    `decoupled`: the trainer's own, and `correction` weighs each token for the engine's."""
+    correction: Literal["tis", "icepop"] = "tis"
+    """With `decoupled`: importance weights cut at `tis_cap`, or tokens left out whose weight is outside the band."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    """Largest importance weight (`tis`)."""
+    icepop_low: float = Field(default=0.5, ge=0)
+    """Lower end of the band (`icepop`)."""
+    icepop_high: float = Field(default=2.0, gt=0)
+    """Upper end of the band (`icepop`)."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of a KL term that holds the policy near the model that the run began with; 0 keeps no second model."""
 
 
 class OptimizerConfig(Settings):
-    """AdamW."""
+    """AdamW and its schedule."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps the two moments in 8 bits (needs torchao)."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Decay rates of the two moment estimates."""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -63,7 +104,32 @@ class OptimizerConfig(Settings):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly to its value; constant afterwards."""
+    """Steps over which the learning rate rises linearly to its value."""
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    """What follows the rise: `cosine` falls over all remaining steps, `wsd` stays and falls over the last ones."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Steps of the fall (`wsd`)."""
+    final_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the learning rate that is left at the end (`cosine`, `wsd`)."""
+
+
+class MemoryConfig(Settings):
+    """Memory against time."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing: compute a layer again in the backward pass instead of keeping what it computed; every
+    second layer (`selective`) or all of them."""
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters instead of all weights (arXiv 2106.09685)."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapters' output is scaled by alpha / rank."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that get one."""
 
 
 class ValidationConfig(Settings):
@@ -109,6 +175,8 @@ class GrpoConfig(Settings):
     the list, `drop` those tasks and train on the rest, or `off`: do not check."""
     model: str = "tiny"
     """Folder in Hugging Face format, hub id, or `tiny`: the model that ships with the package."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` makes weights up from `seed`, in trainer and engine alike: for measuring a shape without its weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Computation type of trainer and engine. The trainer's own weights and optimizer states are float32 either way."""
     max_steps: int = Field(default=100, ge=0)
@@ -118,13 +186,22 @@ class GrpoConfig(Settings):
     samples_per_prompt: int = Field(default=8, ge=2)
     """Episodes per group. A group's mean reward is its baseline, so one sample would learn nothing."""
     learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak learning rate; constant after warm-up."""
+    """Peak learning rate, see `optimizer.schedule`."""
     max_off_policy_steps: int = Field(default=0, ge=0, le=0)
     """Policy versions that a sample may lag behind the trainer. 0 (synchronous) is what this version can do."""
     sampling: SamplingConfig = SamplingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    zero_spread: ZeroSpreadConfig = ZeroSpreadConfig()
+    truncation: TruncationConfig = TruncationConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    memory: MemoryConfig = MemoryConfig()
+    lora: LoraConfig = LoraConfig()
+    packing: bool | None = None
+    """Sequences one after the other in one row, without padding. Unset: on a GPU, where attention knows their
+    boundaries; on a CPU padded rows cost less."""
+    compile: bool | None = None
+    """Compile the decoder's layers. Unset: on a GPU."""
     tokens_per_micro_batch: int = Field(default=16_384, ge=1)
     """Tokens (padding included) of one forward and backward pass; a longer sample gets a pass of its own."""
     max_mismatch: float = Field(default=0.02, gt=0)
@@ -154,4 +231,11 @@ class GrpoConfig(Settings):
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
                 f"bridge.engine.max_model_len = {self.bridge.engine.max_model_len}"
             )
+        if self.truncation.rule == "penalty" and self.truncation.penalty_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"truncation.penalty_buffer = {self.truncation.penalty_buffer} is longer than sampling.max_tokens = "
+                f"{self.sampling.max_tokens}: every answer would lose reward"
+            )
+        if self.lora.rank and self.loss.kl_coef:
+            raise ValueError("loss.kl_coef with lora.rank: a low-rank policy has no reference model here; set one to 0")
         return self

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from verifiers.v1.task import Task
 
-from trainer.advantages import group_advantages
-from trainer.batch import make_batch
 from trainer.checkpoint import load_learner_state, load_progress, save_checkpoint
 from trainer.config import GrpoConfig
 from trainer.console import Display
 from trainer.data import TaskOrder
 from trainer.errors import UserError
 from trainer.learner import Learner
+from trainer.lora import save_adapter
 from trainer.metrics import episode_metrics, throughput
 from trainer.rollouts import Group, VerifiersRollouts
 from trainer.runfolder import RunFolder
+from trainer.selection import has_spread, select
 from trainer.services import Services
 
 MAX_REPLACEMENT_ROUNDS = 5
@@ -68,6 +68,8 @@ class GrpoRun:
         """From `progress.step` to `max_steps`."""
         config, progress = self.config, self.progress
         order = TaskOrder(self.train_tasks, config.seed, progress.position)
+        if progress.step or config.lora.rank or config.load_format == "dummy":
+            await self.publish()
         if progress.step == 0:
             await self.validate()
         while progress.step < config.max_steps:
@@ -85,17 +87,19 @@ class GrpoRun:
                 await uninterrupted(asyncio.to_thread(self.save))
 
     async def sample(self, order: TaskOrder[Task], step: int) -> list[Group]:
-        """`prompts_per_step` groups of at least two valid episodes each; a group below that is replaced.
+        """`prompts_per_step` groups of at least two valid episodes each; a group below that is replaced, and so is, for
+        some rounds, one without spread where that is chosen.
 
         Raises:
             UserError: groups kept failing.
         """
         config = self.config
         groups: list[Group] = []
-        for _ in range(MAX_REPLACEMENT_ROUNDS):
+        for number in range(MAX_REPLACEMENT_ROUNDS + config.zero_spread.max_rounds):
             tasks = order.take(config.prompts_per_step - len(groups))
-            fresh = await self.rollouts.sample_groups(tasks, config.samples_per_prompt, (0, step))
-            groups += [group for group in fresh if len(group.episodes) >= 2]
+            fresh = await self.rollouts.sample_groups(tasks, config.samples_per_prompt, (number and number + 1, step))
+            picky = config.zero_spread.rule == "resample" and number < config.zero_spread.max_rounds
+            groups += [group for group in fresh if len(group.episodes) >= 2 and (has_spread(group) or not picky)]
             if len(groups) == config.prompts_per_step:
                 return groups
         raise UserError(
@@ -105,40 +109,43 @@ class GrpoRun:
 
     async def update(self, step: int, groups: list[Group], start: float, waited: float) -> None:
         """Advantages, one optimizer step, new weights in the engine, metrics."""
-        config, learner = self.config, self.learner
-        advantages = [
-            group_advantages([e.reward for e in group.episodes], divide_by_std=config.advantage.divide_by_std)
-            for group in groups
-        ]
-        pairs = [
-            (sample, float(advantage))
-            for group, values in zip(groups, advantages, strict=True)
-            for episode, advantage in zip(group.episodes, values, strict=True)
-            for sample in episode.samples
-        ]
-        fresh = [p for p in pairs if learner.version - p[0].oldest_version <= config.max_off_policy_steps]
+        learner = self.learner
         metrics = episode_metrics(groups, learner.version)
+        selection = select(groups, learner.version, self.config)
 
-        batch = make_batch([s for s, _ in fresh], [a for _, a in fresh], config.tokens_per_micro_batch)
-        metrics |= await asyncio.to_thread(learner.step, batch)
+        batch = learner.batch(selection)
+        metrics |= await asyncio.to_thread(learner.step, batch) if batch else learner.skip()
 
         published = time.monotonic()
-        await self.services.bridge.publish(learner.named_weights(), learner.version)
+        await self.publish()
 
         now = time.monotonic()
         metrics |= {
             "time/step": now - start,
             "time/wait_rollouts": waited,
             "time/weight_update": now - published,
-            "tokens/dropped": batch.dropped_tokens,
-            "staleness/dropped": len(pairs) - len(fresh),
+            "staleness/dropped": selection.stale,
+            "truncation/masked": selection.masked,
+            "groups/dropped": selection.dropped_groups,
         }
-        metrics |= throughput(batch.trained_tokens, batch.total_tokens, metrics)
+        if batch:
+            metrics |= {"tokens/dropped": batch.dropped_tokens}
+            metrics |= throughput(batch.trained_tokens, batch.total_tokens, metrics)
         self.folder.log_metrics({"step": step, "version": learner.version, **metrics})
-        self.folder.save_episodes(step, groups, advantages)
+        self.folder.save_episodes(step, groups, selection.by_group)
         self.progress.rewards.setdefault("train_first", metrics["reward/mean"])
         self.progress.rewards["train_last"] = metrics["reward/mean"]
         self.display.step(step, metrics)
+
+    async def publish(self) -> None:
+        """The learner's weights, or its adapter alone, into the running engines."""
+        learner, bridge = self.learner, self.services.bridge
+        if self.config.lora.rank:
+            folder = self.folder.path / "adapter"
+            await asyncio.to_thread(save_adapter, learner.model, self.config.lora, self.tokenizer, folder)
+            await bridge.publish_adapter(folder, learner.version, self.rollouts.model)
+        else:
+            await bridge.publish(learner.named_weights(), learner.version)
 
     async def validate(self) -> None:
         """Mean reward on the held-out tasks, sampled as in training."""

@@ -97,7 +97,7 @@ class VerifiersRollouts:
         """One group per task, all sampled at once. Failed episodes are counted in their group, not scored.
 
         Args:
-            stream: what the groups are for (0 training, 1 validation) and the step; tells their random seeds apart.
+            stream: what the groups are for and the step; tells their random seeds apart.
 
         Raises:
             UserError: every single episode failed; the first cause is quoted.

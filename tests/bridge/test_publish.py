@@ -139,5 +139,6 @@ def test_weights_of_another_model_are_refused_by_tensor(url: str, tiny: Any, kin
 
 
 def test_an_old_version_is_refused(url: str, tiny: Any):
+    publish(url, tiny[0], info(url)["version"] + 1)
     with pytest.raises(BridgeError, match="versions only rise"):
         publish(url, tiny[0], info(url)["version"])
