@@ -37,9 +37,6 @@ def register() -> str:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         q, k, v = (states.transpose(1, 2)[0] for states in (query, key, value))
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, **causal)
         assert isinstance(out, torch.Tensor)
         return out.unsqueeze(0), None

@@ -149,19 +149,19 @@ def _rows(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list
     return bins
 
 
-def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in order:
-        for number, left in enumerate(room):
-            if lengths[i] <= left:
-                bins[number].append(i)
-                room[number] -= lengths[i]
-                break
-        else:
-            bins.append([i])
-            room.append(limit - lengths[i])
-    return bins
+def _balanced(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """As few bins as hold everything when the longest go first, each into the emptiest bin: evenly filled."""
+    count = max(1, -(-sum(lengths) // limit))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for i in order:
+            emptiest = filled.index(min(filled))
+            bins[emptiest].append(i)
+            filled[emptiest] += lengths[i]
+        if all(total <= limit or len(members) == 1 for total, members in zip(filled, bins, strict=True)):
+            return [members for members in bins if members]
+        count += 1
 
 
 def _padded(parts: Sequence[_Part]) -> MicroBatch:
