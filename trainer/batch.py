@@ -93,7 +93,7 @@ def make_batch(
     lengths = [len(sample.ids) for sample in samples]
     order = sorted(range(len(samples)), key=lambda i: -lengths[i])
     bins = (
-        _first_fit(order, lengths, tokens_per_micro_batch) if packed else _rows(order, lengths, tokens_per_micro_batch)
+        _balanced(order, lengths, tokens_per_micro_batch) if packed else _rows(order, lengths, tokens_per_micro_batch)
     )
     trained_masks = [_trained(sample) for sample in samples]
     counts = [int(mask.sum()) for mask in trained_masks]
