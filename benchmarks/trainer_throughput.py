@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="the shipped model on the CPU")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps, after two that are not")
-    parser.add_argument("--pack", type=int, default=10_752, help="tokens of a micro-batch")
+    parser.add_argument("--pack", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--profile", type=Path, help="write where the time of one step goes to this file")
     parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results")
     args = parser.parse_args()

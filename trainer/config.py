@@ -202,7 +202,7 @@ class GrpoConfig(Settings):
     boundaries; on a CPU padded rows cost less."""
     compile: bool | None = None
     """Compile the decoder's layers. Unset: on a GPU."""
-    tokens_per_micro_batch: int = Field(default=16_384, ge=1)
+    tokens_per_micro_batch: int = Field(default=8192, ge=1)
     """Tokens (padding included) of one forward and backward pass; a longer sample gets a pass of its own."""
     max_mismatch: float = Field(default=0.02, gt=0)
     """Stop when k3 between the engine's and the trainer's logprobs of the same weights exceeds this: wrong weights,

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-CHUNK = 2048
+CHUNK = 4096
 
 
 def head_logprobs(
