@@ -48,7 +48,7 @@ class EngineConfig(Settings):
     """Where the first weights come from; `dummy` makes them up, for measurements."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory that the server may take; vLLM's default where unset."""
-    lora_rank: int = Field(default=0, ge=0)
+    lora_rank: int = Field(default=0, ge=0, le=512)
     """Largest rank of a LoRA adapter that will be published; 0 serves none."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """KV cache size in GiB; unset, 1 GiB on CPU and vLLM's own choice on GPU."""

