@@ -20,8 +20,9 @@ setup: .venv/.ready
 demo: setup
 	.venv/bin/python -m trainer.grpo --env dapo-math @ configs/tiny_cpu.toml
 
+# Two workers, each with servers of its own: the tests wait for those half of the time.
 test: setup
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 test-matrix: setup
 	.venv/bin/python -m pytest -m matrix

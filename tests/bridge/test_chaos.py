@@ -129,7 +129,6 @@ async def chaos(world: Chaos, proxy: FaultyProxy, other: list[Any]) -> Chaos:
 
 
 def test_no_session_is_lost_or_doubled_and_no_token_is_misattributed(tmp_path: Path, tiny: Any):
-    before = set(os.listdir("/dev/shm"))
     port = free_port()
     placeholder = Chaos("", psutil.Process(), tmp_path, tiny)
     other = [placeholder.other_host(port)]
@@ -180,4 +179,5 @@ def test_no_session_is_lost_or_doubled_and_no_token_is_misattributed(tmp_path: P
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     time.sleep(0.5)
-    assert {name for name in set(os.listdir("/dev/shm")) - before if "weights" in name} == set()
+    left = [path.name for path in Path("/dev/shm").glob("vf-grpo-weights-*")]
+    assert not [name for name in left for process in family if name.startswith(f"vf-grpo-weights-{process.pid}-")]
