@@ -1,6 +1,6 @@
 """From samples with advantages to the micro-batches of one optimizer step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -43,6 +43,16 @@ class MicroBatch:
     weights_T: torch.Tensor
     temperature_T: torch.Tensor
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything of it by name, as it travels to another rank."""
+        named = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return named | {"longest": torch.tensor(self.longest)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "MicroBatch":
+        absent = {"positions_RL": None, "boundaries_S": None}
+        return cls(**{**absent, **tensors, "longest": int(tensors["longest"])})  # pyright: ignore[reportArgumentType]
+
     def to(self, device: torch.device) -> "MicroBatch":
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
@@ -53,7 +63,8 @@ class Batch:
     """All micro-batches of one optimizer step.
 
     Args:
-        micro_batches: in any order; the gradient does not depend on the split.
+        micro_batches: in any order; the gradient does not depend on the split. Their number is a multiple of the ranks
+            that they were made for.
         trained_tokens: N, the trained tokens in all of them.
         total_tokens: prompt and response tokens, padding not counted.
         dropped_tokens: sampled tokens left out because their behaviour logprob is missing or not finite.
@@ -63,6 +74,26 @@ class Batch:
     trained_tokens: int
     total_tokens: int
     dropped_tokens: int
+
+    def shares(self, ranks: int) -> list[dict[str, torch.Tensor]]:
+        """The tensors of each rank's micro-batches, named `0.ids_RL` and so on; every rank gets as many."""
+        return [
+            {
+                f"{number}.{name}": tensor
+                for number, micro in enumerate(self.micro_batches[rank::ranks])
+                for name, tensor in micro.tensors().items()
+            }
+            for rank in range(ranks)
+        ]
+
+
+def micro_batches_from(share: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
+    """One rank's micro-batches from `Batch.shares`."""
+    by_number: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in share.items():
+        number, _, field = name.partition(".")
+        by_number.setdefault(int(number), {})[field] = tensor
+    return [MicroBatch.from_tensors(by_number[number]) for number in sorted(by_number)]
 
 
 def make_batch(
@@ -74,6 +105,7 @@ def make_batch(
     horizon: int = 1,
     packed: bool = False,
     fill: bool = False,
+    ranks: int = 1,
 ) -> Batch:
     """Sort samples by length and cut them into micro-batches of at most `tokens_per_micro_batch` tokens; a longer
     sample gets one of its own.
@@ -84,6 +116,7 @@ def make_batch(
         horizon: Dr. GRPO's constant, the longest completion that sampling allows.
         packed: sequences one after the other in one row, instead of padded rows.
         fill: packed rows are padded to the full length, so that a compiled model meets one shape.
+        ranks: among which the micro-batches are dealt out; where they are too few, some have no tokens to train.
 
     Raises:
         ValueError: no sampled token has a finite logprob, so there is nothing to train on.
@@ -93,7 +126,9 @@ def make_batch(
     lengths = [len(sample.ids) for sample in samples]
     order = sorted(range(len(samples)), key=lambda i: -lengths[i])
     bins = (
-        _balanced(order, lengths, tokens_per_micro_batch) if packed else _rows(order, lengths, tokens_per_micro_batch)
+        _balanced(order, lengths, tokens_per_micro_batch, ranks)
+        if packed
+        else _rows(order, lengths, tokens_per_micro_batch)
     )
     trained_masks = [_trained(sample) for sample in samples]
     counts = [int(mask.sum()) for mask in trained_masks]
@@ -114,6 +149,8 @@ def make_batch(
     for members in bins:
         parts = [(samples[i], trained_masks[i], advantages[i], weights[i]) for i in members]
         micro_batches.append(_packed(parts, shape) if packed else _padded(parts))
+    while len(micro_batches) % ranks:
+        micro_batches.append(_untrained(micro_batches[-1]))
     return Batch(micro_batches, trained, sum(lengths), sampled - trained)
 
 
@@ -149,9 +186,10 @@ def _rows(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list
     return bins
 
 
-def _balanced(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """As few bins as hold everything when the longest go first, each into the emptiest bin: evenly filled."""
-    count = max(1, -(-sum(lengths) // limit))
+def _balanced(order: Sequence[int], lengths: Sequence[int], limit: int, ranks: int) -> list[list[int]]:
+    """As few bins as hold everything when the longest go first, each into the emptiest bin: evenly filled, and as many
+    on each rank."""
+    count = -(-max(1, -(-sum(lengths) // limit)) // ranks) * ranks
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
         filled = [0] * count
@@ -161,7 +199,13 @@ def _balanced(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[
             filled[emptiest] += lengths[i]
         if all(total <= limit or len(members) == 1 for total, members in zip(filled, bins, strict=True)):
             return [members for members in bins if members]
-        count += 1
+        count += ranks
+
+
+def _untrained(micro: MicroBatch) -> MicroBatch:
+    """The same work without a trained token, for a rank that would stand aside while others wait for it."""
+    per_token = ("index_T", "targets_T", "behaviour_T", "advantages_T", "weights_T", "temperature_T")
+    return replace(micro, **{name: getattr(micro, name)[:0] for name in per_token})
 
 
 def _padded(parts: Sequence[_Part]) -> MicroBatch:

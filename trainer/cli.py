@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from pydantic_config import cli
 
 from bridge.engine import on_gpu
+from bridge.processes import Child
 from bridge.protocol import BridgeError
 from trainer.checkpoint import complete_checkpoints, load_progress
 from trainer.config import GrpoConfig
@@ -24,6 +26,7 @@ from trainer.rollouts import VerifiersRollouts
 from trainer.runfolder import RunFolder
 from trainer.selfcheck import checked_tasks
 from trainer.services import Services, start_services
+from trainer.team import Meeting, Team, device_of, start_ranks
 from trainer.tiny import tiny_model_dir
 
 INTERRUPTED = 130
@@ -31,18 +34,32 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point of `python -m trainer.grpo`; exit code 0 after a whole run, 1 after an error, 130 after Ctrl-C."""
-    config = read_config(sys.argv[1:])
+    meeting = Meeting.taken_from_environment()
+    config = read_config(sys.argv[1:], quiet=bool(meeting and meeting.rank))
     try:
-        sys.exit(asyncio.run(run_until_done(config)))
+        if meeting and meeting.rank:
+            follow(config, meeting)
+        else:
+            sys.exit(asyncio.run(run_until_done(config, meeting)))
     except (UserError, BridgeError) as error:
         sys.exit(f"error: {error}")
 
 
-def read_config(args: list[str]) -> GrpoConfig:
+def follow(config: GrpoConfig, meeting: Meeting) -> None:
+    """The part of a rank other than 0: it learns what rank 0 tells it to, until rank 0 leaves."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # rank 0 saves first, and then ends the team
+    team = Team.join(meeting, config.parallelism, device_of(meeting.local))
+    model = model_path(config.model)
+    Learner(config, model, team=team, local=meeting.local).follow()
+
+
+def read_config(args: list[str], quiet: bool = False) -> GrpoConfig:
     """Parse the command line; without a recipe (`@ FILE`) the one for this machine is taken, and said."""
     if "@" not in args and not {"--help", "-h", "--resume"} & set(args):
         recipe = recipe_for_this_machine()
-        print(f"recipe {recipe.stem}: {_why(recipe)}. Choose another with `@ {recipe.parent}/NAME.toml`.")
+        if not quiet:
+            print(f"recipe {recipe.stem}: {_why(recipe)}. Choose another with `@ {recipe.parent}/NAME.toml`.")
         args = [*args, "@", str(recipe)]
     # Only what it reads from sys.argv itself does pydantic_config answer with a message instead of a traceback.
     sys.argv[1:] = args
@@ -73,8 +90,11 @@ def _why(recipe: Path) -> str:
     return "no recipe for these GPUs yet, so the CPU one" if on_gpu() else "no GPU found"
 
 
-async def run_until_done(config: GrpoConfig) -> int:
-    """A whole run; returns the exit code.
+async def run_until_done(config: GrpoConfig, meeting: Meeting | None = None) -> int:
+    """A whole run, as rank 0; returns the exit code.
+
+    Args:
+        meeting: where the other ranks are met, if a launcher started them.
 
     Raises:
         UserError, BridgeError: with a message for the user; every child has ended by then.
@@ -112,30 +132,54 @@ async def run_until_done(config: GrpoConfig) -> int:
     with Display(title, config.max_steps, progress.step, live) as display:
         display.status("starting vLLM and the environment server")
         run: GrpoRun | None = None
-        try:
-            weights = str(checkpoint or model)
-            bridge = bridge_config(config, model)
-            async with start_services(bridge, environment, folder.logs) as services:
-                learner = await asyncio.to_thread(Learner, config, model if config.lora.rank else weights, model)
-                name = "policy" if config.lora.rank else bridge.engine.served_name or ""
-                rollouts = VerifiersRollouts(services.environment.client, services.bridge, name, model, config.sampling)
-                run = GrpoRun(
-                    config, folder, learner, rollouts, services, train_tasks, held_out, model, display, progress
-                )
-                if checkpoint:
-                    run.restore(checkpoint)
-                await supervised(run, services)
-        except asyncio.CancelledError:
-            keep_progress(run, started)
-            say_interrupted(display, folder, run)
-            return INTERRUPTED
-        except (UserError, BridgeError):
-            if keep_progress(run, started):
-                say_how_to_resume(display, folder)
-            raise
+        async with team_started(config, meeting, folder.logs) as (meeting, ranks):
+            try:
+                bridge = bridge_config(config, model)
+                async with start_services(bridge, environment, folder.logs, ranks) as services:
+                    learner = await asyncio.to_thread(make_learner, config, model, meeting)
+                    name = "policy" if config.lora.rank else bridge.engine.served_name or ""
+                    client = services.environment.client
+                    rollouts = VerifiersRollouts(client, services.bridge, name, model, config.sampling)
+                    run = GrpoRun(
+                        config, folder, learner, rollouts, services, train_tasks, held_out, model, display, progress
+                    )
+                    if checkpoint:
+                        await asyncio.to_thread(run.restore, checkpoint)
+                    await supervised(run, services)
+                learner.leave()
+            except asyncio.CancelledError:
+                keep_progress(run, started)
+                say_interrupted(display, folder, run)
+                return INTERRUPTED
+            except (UserError, BridgeError):
+                if all(rank.running for rank in ranks) and keep_progress(run, started):
+                    say_how_to_resume(display, folder)
+                raise
     assert run is not None
     say_done(display, folder, run, run.progress.seconds + time.monotonic() - started)
     return 0
+
+
+@contextlib.asynccontextmanager
+async def team_started(
+    config: GrpoConfig, meeting: Meeting | None, logs: Path
+) -> AsyncIterator[tuple[Meeting | None, list[Child]]]:
+    """The other ranks, where the configuration asks for several and no launcher started them; none is left after."""
+    ranks: list[Child] = []
+    if meeting is None and config.parallelism.ranks > 1:
+        meeting, ranks = await start_ranks(config.parallelism, sys.argv[1:], logs)
+    try:
+        yield meeting, ranks
+    finally:
+        await asyncio.gather(*(rank.stop(0.5) for rank in ranks))
+
+
+def make_learner(config: GrpoConfig, model: str, meeting: Meeting | None) -> Learner:
+    """Rank 0's learner, once all ranks are there."""
+    if meeting is None:
+        return Learner(config, model)
+    team = Team.join(meeting, config.parallelism, device_of(meeting.local))
+    return Learner(config, model, team=team, local=meeting.local)
 
 
 async def supervised(run: GrpoRun, services: Services) -> None:
@@ -151,6 +195,11 @@ async def supervised(run: GrpoRun, services: Services) -> None:
     finally:
         for task in (work, watch):
             task.cancel()
+        lost = next((rank for rank in services.ranks if not rank.running), None)
+        _, stuck = await asyncio.wait({work, watch}, timeout=10 if lost else None)
+        if lost and stuck:  # inside a collective that no signal reaches; the children go with this process
+            print(f"error: {lost.failure()}", file=sys.stderr, flush=True)
+            os._exit(1)
         await asyncio.gather(work, watch, return_exceptions=True)
 
 
@@ -175,7 +224,13 @@ def model_path(model: str) -> str:
 
 def bridge_config(config: GrpoConfig, model: str):
     """The bridge's settings of this run: the trainer's model and dtype. Engines start from the model that the run began
-    with, which stays where it is when checkpoints go; a resumed run then publishes what it has learned."""
+    with, which stays where it is when checkpoints go; a resumed run then publishes what it has learned.
+
+    Raises:
+        UserError: no engine computes in the trainer's type.
+    """
+    if config.dtype == "float64":
+        raise UserError('dtype = "float64" is for checks of the learner alone; choose float32 or bfloat16 for a run')
     engine = config.bridge.engine.model_copy(
         update={
             "model": model,
@@ -195,6 +250,8 @@ def keep_progress(run: GrpoRun | None, started: float) -> bool:
         return False
     run.progress.seconds += time.monotonic() - started
     run.save()
+    run.checkpoints.finish()
+    run.learner.leave()
     return bool(complete_checkpoints(run.folder.checkpoints))
 
 

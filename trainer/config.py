@@ -121,6 +121,19 @@ class MemoryConfig(Settings):
     second layer (`selective`) or all of them."""
 
 
+class ParallelismConfig(Settings):
+    """How many ranks (one GPU each, or CPU processes) train together: `data_parallel_size x tensor_parallel_size`."""
+
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Ranks over which samples, weights, gradients and optimizer states are divided (FSDP2)."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks over which every matrix product is divided; must divide the model's heads and vocabulary."""
+
+    @property
+    def ranks(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
+
+
 class LoraConfig(Settings):
     """Low-rank adapters instead of all weights (arXiv 2106.09685)."""
 
@@ -177,8 +190,9 @@ class GrpoConfig(Settings):
     """Folder in Hugging Face format, hub id, or `tiny`: the model that ships with the package."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes weights up from `seed`, in trainer and engine alike: for measuring a shape without its weights."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Computation type of trainer and engine. The trainer's own weights and optimizer states are float32 either way."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Computation type of trainer and engine. The trainer's own weights and optimizer states are float32 either way.
+    `float64` is for checks of the learner alone; no engine computes in it."""
     max_steps: int = Field(default=100, ge=0)
     """Optimizer updates."""
     prompts_per_step: int = Field(default=4, ge=1)
@@ -197,6 +211,7 @@ class GrpoConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     lora: LoraConfig = LoraConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
     packing: bool | None = None
     """Sequences one after the other in one row, without padding. Unset: on a GPU, where attention knows their
     boundaries; on a CPU padded rows cost less."""
@@ -238,4 +253,9 @@ class GrpoConfig(Settings):
             )
         if self.lora.rank and self.loss.kl_coef:
             raise ValueError("loss.kl_coef with lora.rank: a low-rank policy has no reference model here; set one to 0")
+        if self.lora.rank and self.parallelism.ranks > 1:
+            raise ValueError(
+                "lora.rank with several ranks: adapters are trained on one; set parallelism.data_parallel_size and "
+                "tensor_parallel_size to 1"
+            )
         return self

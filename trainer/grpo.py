@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from verifiers.v1.task import Task
 
-from trainer.checkpoint import load_learner_state, load_progress, save_checkpoint
+from trainer.checkpoint import Checkpoints, forget_partial, load_learner_state, load_progress
 from trainer.config import GrpoConfig
 from trainer.console import Display
 from trainer.data import TaskOrder
 from trainer.errors import UserError
 from trainer.learner import Learner
-from trainer.lora import save_adapter
 from trainer.metrics import episode_metrics, throughput
 from trainer.rollouts import Group, VerifiersRollouts
 from trainer.runfolder import RunFolder
@@ -63,6 +62,10 @@ class GrpoRun:
     display: Display
     progress: Progress
     saved_step: int = -1
+    checkpoints: Checkpoints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checkpoints = Checkpoints(self.folder.checkpoints, self.config.checkpoint.keep, self.tokenizer)
 
     async def train(self) -> None:
         """From `progress.step` to `max_steps`."""
@@ -85,6 +88,7 @@ class GrpoRun:
                 await self.validate()
             if step == config.max_steps or (config.checkpoint.interval and step % config.checkpoint.interval == 0):
                 await uninterrupted(asyncio.to_thread(self.save))
+        await uninterrupted(asyncio.to_thread(self.checkpoints.finish))
 
     async def sample(self, order: TaskOrder[Task], step: int) -> list[Group]:
         """`prompts_per_step` groups of at least two valid episodes each; a group below that is replaced, and so is, for
@@ -141,11 +145,13 @@ class GrpoRun:
         """The learner's weights, or its adapter alone, into the running engines."""
         learner, bridge = self.learner, self.services.bridge
         if self.config.lora.rank:
+            from trainer.lora import save_adapter
+
             folder = self.folder.path / "adapter"
             await asyncio.to_thread(save_adapter, learner.model, self.config.lora, self.tokenizer, folder)
             await bridge.publish_adapter(folder, learner.version, self.rollouts.model)
         else:
-            await bridge.publish(learner.named_weights(), learner.version)
+            await bridge.publish(await asyncio.to_thread(learner.weights), learner.version)
 
     async def validate(self) -> None:
         """Mean reward on the held-out tasks, sampled as in training."""
@@ -162,19 +168,17 @@ class GrpoRun:
         self.display.validation(step, reward, len(self.validation_tasks))
 
     def save(self) -> None:
-        """Checkpoint the finished step, unless it is on disk already or an update broke off in the middle."""
+        """Begin to checkpoint the finished step, unless that was done already or an update broke off in the middle."""
         if self.saved_step != self.progress.step == self.learner.version:
-            keep = self.config.checkpoint.keep
-            progress = vars(self.progress)
-            step = self.progress.step
-            save_checkpoint(self.folder.checkpoints, step, self.learner, self.tokenizer, progress, keep)
-            self.saved_step = step
+            self.checkpoints.begin(self.progress.step, self.learner, vars(self.progress))
+            self.saved_step = self.progress.step
 
     def restore(self, checkpoint: Path) -> None:
         """Continue exactly where `checkpoint` was written."""
         self.progress = Progress(**load_progress(checkpoint))
         self.saved_step = self.progress.step
         load_learner_state(checkpoint, self.learner)
+        forget_partial(self.folder.checkpoints)
         self.folder.forget_after(self.progress.step)
 
 

@@ -1,22 +1,26 @@
-"""The learning side of a run: model, optimizer, and one update from one batch."""
+"""The learning side of a run: model, optimizer, and one update from one batch, on one rank or on a team of them."""
 
+import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
-from trainer.batch import Batch, make_batch
+from trainer.batch import Batch, MicroBatch, make_batch, micro_batches_from
 from trainer.config import GrpoConfig
 from trainer.errors import UserError
-from trainer.lora import add_adapters, merged_state_dict
 from trainer.loss import policy_loss
 from trainer.masters import Masters
-from trainer.memory import check_memory, estimate
+from trainer.memory import check_fits
 from trainer.model import DTYPES, Policy, load_model
 from trainer.optimizer import learning_rate, make_optimizer
 from trainer.selection import Selection
+from trainer.state import StateWriter, read_state
+from trainer.team import Team, device_of
 
 
 class Learner:
@@ -24,35 +28,42 @@ class Learner:
 
     Optimizer and updates work on float32 weights whatever `dtype` computes in: a step of 1e-6 would round to nothing in
     bfloat16.
+
+    Args:
+        model_path: folder or hub id of the weights to begin with.
+        reference_path: those of the KL term's reference, where they differ.
+        team: the ranks that share the work. Rank 0's methods make the others, inside `follow`, do their part.
+        local: which of this machine's GPUs is this rank's.
     """
 
-    def __init__(self, config: GrpoConfig, model_path: str | Path, reference_path: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        config: GrpoConfig,
+        model_path: str | Path,
+        reference_path: str | Path | None = None,
+        team: Team | None = None,
+        local: int = 0,
+    ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        self.config = config
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.config, self.team = config, team
+        self.device = device_of(local)
         on_gpu = self.device.type == "cuda"
         self.dtype = DTYPES[config.dtype]
         self.packed = on_gpu if config.packing is None else config.packing
         self.compiled = on_gpu if config.compile is None else config.compile
-        dummy = config.load_format == "dummy"
-        self.model = load_model(model_path, self.device, dummy=dummy)
-        if on_gpu:
-            count = sum(parameter.numel() for parameter in self.model.parameters())
-            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-            check_memory(estimate(self.model.config, count, config), free, config)
-        if config.lora.rank:
-            add_adapters(self.model, config.lora)
-        self.masters = Masters(self.model, self.dtype)
-        self.policy = Policy(self.model)
-        self.policy.prepare(config.memory, self.compiled)
+        self.policy = self._load(model_path)
+        self.model: PreTrainedModel = self.policy.model
+        # On a team each rank's shards are float32 and are updated in place.
+        self.masters = Masters(self.model, torch.float32 if team else self.dtype)
         self.reference: Policy | None = None
         if config.loss.kl_coef:
-            reference = load_model(reference_path or model_path, self.device, self.dtype)
-            self.reference = Policy(reference.requires_grad_(False))
+            self.reference = self._load_reference(reference_path or model_path)
         self.optimizer = make_optimizer(self.masters.trained(), config.optimizer, config.learning_rate)
         self.version = 0
+        self._gathered: dict[str, torch.Tensor] = {}
+        self._writer = StateWriter(team)
 
     def batch(self, selection: Selection) -> Batch | None:
         """The micro-batches of a selection; None where nothing of it can be trained."""
@@ -66,6 +77,7 @@ class Learner:
             horizon=self.config.sampling.max_tokens,
             packed=self.packed,
             fill=self.packed and self.compiled,
+            ranks=self.team.shares if self.team else 1,
         )
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -75,15 +87,127 @@ class Learner:
             UserError: before the update, engine and trainer disagree on the same weights beyond `max_mismatch`, or the
                 gradient is not finite.
         """
+        micro_batches = batch.micro_batches
+        if self.team:
+            shares = batch.shares(self.team.shares)
+            call = self.team.call("step", {"trained_tokens": batch.trained_tokens}, shares)
+            micro_batches = micro_batches_from(call.tensors)
+        return self._step(micro_batches, batch.trained_tokens)
+
+    def skip(self) -> dict[str, float]:
+        """A step without anything to learn from: the same weights under the next version."""
+        if self.team:
+            self.team.call("skip")
+        self.version += 1
+        return {"update/skipped": 1.0, "time/forward_backward": 0.0, "time/optimizer": 0.0}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weights as the engine computes with them, under the checkpoint's names; a tied matrix appears once. They stay
+        where they are from one update to the next."""
+        if not self.team:
+            return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.team.call("gather")
+        self._gather()
+        return self._gathered
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """The whole model in its computation type, adapters merged, on the CPU; nothing later changes it."""
+        if self.config.lora.rank:
+            from trainer.lora import merged_state_dict
+
+            state = merged_state_dict(self.model)
+        else:
+            state = self.weights()
+        return {name: tensor.to("cpu", self.dtype, copy=True).contiguous() for name, tensor in state.items()}
+
+    def write_state(self, folder: Path) -> None:
+        """Begin to write what a resumed run needs: trained weights, optimizer, random state of every rank, version. It
+        returns as soon as training may go on; `state_written` waits for the rest."""
+        if self.team:
+            self.team.call("write_state", {"folder": str(folder)})
+        self._writer.write(folder, self._state())
+
+    def state_written(self) -> None:
+        """Wait until the last `write_state` is on disk.
+
+        Raises:
+            OSError, RuntimeError: it is not.
+        """
+        self._writer.wait()
+
+    def load_state(self, folder: Path) -> None:
+        """Continue from what `write_state` wrote, on as many ranks or on another number.
+
+        Raises:
+            UserError: the folder is damaged or belongs to another model.
+        """
+        if self.team:
+            self.team.call("load_state", {"folder": str(folder)})
+        self._load_state(folder)
+
+    def follow(self) -> None:
+        """On the ranks other than 0: take part in what rank 0 does, until it leaves."""
+        assert self.team is not None
+        while (call := self.team.receive()).method != "leave":
+            if call.method == "step":
+                with contextlib.suppress(UserError):  # rank 0 found the same, says it, and may still save
+                    self._step(micro_batches_from(call.tensors), call.arguments["trained_tokens"])
+            elif call.method == "skip":
+                self.version += 1
+            elif call.method == "gather":
+                self._gather()
+            elif call.method == "write_state":
+                self._writer.write(Path(call.arguments["folder"]), self._state())
+            elif call.method == "load_state":
+                self._load_state(Path(call.arguments["folder"]))
+        self._writer.wait()
+        self.team.leave()
+
+    def leave(self) -> None:
+        """End the team; on rank 0 alone, as the last thing."""
+        self._writer.wait()
+        if self.team:
+            self.team.call("leave")
+            self.team.leave()
+
+    def _load(self, path: str | Path) -> Policy:
+        config = self.config
+        if self.team:
+            from trainer.parallel import parallel_policy
+
+            return parallel_policy(path, self.team, self.device, config, self.dtype, self.compiled)
+        kept = torch.promote_types(self.dtype, torch.float32)
+        model = load_model(path, self.device, kept, dummy=config.load_format == "dummy")
+        check_fits(model, config, self.device)
+        if config.lora.rank:
+            from trainer.lora import add_adapters  # peft alone takes seconds to import
+
+            add_adapters(model, config.lora)
+        policy = Policy(model)
+        policy.prepare(config.memory, self.compiled)
+        return policy
+
+    def _load_reference(self, path: str | Path) -> Policy:
+        if self.team:
+            from trainer.parallel import parallel_policy
+
+            policy = parallel_policy(path, self.team, self.device, self.config, self.dtype, False)
+        else:
+            policy = Policy(load_model(path, self.device, self.dtype))
+        policy.requires_grad_(False)
+        return policy
+
+    def _step(self, micro_batches: list[MicroBatch], trained_tokens: int) -> dict[str, float]:
         start = time.monotonic()
         self.masters.zero_grad()
-        metrics = self._forward_backward(batch)
+        metrics = self._forward_backward(micro_batches, trained_tokens)
         forward_backward = time.monotonic() - start
         self._check(metrics)
         lr = learning_rate(self.config.optimizer, self.config.learning_rate, self.version + 1, self.config.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.masters.trained(), self.config.optimizer.max_grad_norm))
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.trained(), self.config.optimizer.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not torch.isfinite(torch.tensor(grad_norm)):
             raise UserError(f"the gradient of update {self.version + 1} is not finite; lower learning_rate")
         self.optimizer.step()
@@ -97,17 +221,11 @@ class Learner:
             "time/optimizer": time.monotonic() - start - forward_backward,
         }
 
-    def skip(self) -> dict[str, float]:
-        """A step without anything to learn from: the same weights under the next version."""
-        self.version += 1
-        return {"update/skipped": 1.0, "time/forward_backward": 0.0, "time/optimizer": 0.0}
-
-    def _forward_backward(self, batch: Batch) -> dict[str, float]:
+    def _forward_backward(self, micro_batches: list[MicroBatch], trained_tokens: int) -> dict[str, float]:
         """Gradients into the float32 weights; numbers stay on the device until the end."""
         sums: dict[str, torch.Tensor] = {}
         maxima: dict[str, torch.Tensor] = {}
-        loss = torch.zeros((), device=self.device)
-        for micro in batch.micro_batches:
+        for micro in micro_batches:
             micro = micro.to(self.device)
             logprobs_T, entropy_T = self.policy(micro)
             reference_T = None
@@ -118,17 +236,19 @@ class Learner:
                 logprobs_T, micro.behaviour_T, micro.advantages_T, micro.weights_T, self.config.loss, reference_T
             )
             terms.loss.backward()
-            loss += terms.loss.detach()
-            for name, value in (terms.sums | {"entropy": entropy_T.sum()}).items():
-                sums[name] = sums.get(name, 0) + value
+            entropy = entropy_T.sum() / trained_tokens
+            shares = {name: value / trained_tokens for name, value in terms.sums.items()}
+            for name, value in ({"loss": terms.loss.detach(), "entropy": entropy} | shares).items():
+                sums[name] = sums.get(name, 0) + value.double()
             for name, value in terms.maxima.items():
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-        names = [*sums, *maxima]
-        values = torch.stack([value.double() for value in (*sums.values(), *maxima.values())]).tolist()
-        metrics = dict(zip(names, values, strict=True))
-        return {"loss": float(loss)} | {
-            name: value / batch.trained_tokens if name in sums else value for name, value in metrics.items()
-        }
+        summed = torch.stack(list(sums.values()))
+        highest = torch.stack([value.double() for value in maxima.values()])
+        if self.team:
+            group = self.team.mesh["data"].get_group()
+            dist.all_reduce(summed, group=group)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        return dict(zip([*sums, *maxima], torch.cat([summed, highest]).tolist(), strict=True))
 
     def _check(self, metrics: dict[str, float]) -> None:
         limit = self.config.max_mismatch
@@ -143,33 +263,45 @@ class Learner:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights as the engine computes with them, under the checkpoint's names; a tied matrix appears once. They stay
-        where they are from one update to the next."""
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Whole weights from everybody's shards, kept by rank 0 at addresses that stay."""
+        assert self.team is not None
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            part = cast(DTensor, parameter.detach().to(self.dtype))
+            # Over `data` first: what is left is then evenly cut, one plain collective each.
+            whole = part.redistribute(placements=[Replicate(), *part.placements[1:]]).full_tensor()
+            if self.team.rank == 0:
+                if name in self._gathered:
+                    self._gathered[name].copy_(whole)
+                else:
+                    self._gathered[name] = whole.clone()
 
-    def export(self, folder: Path) -> None:
-        """Write the model in Hugging Face format, the trained weights in float32 and adapters merged."""
-        state = merged_state_dict(self.model) if self.config.lora.rank else self.masters.state_dict()
-        self.model.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in state.items()})
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Flat, so that any number of ranks can read what another wrote; the tensors are the learner's own."""
+        state: dict[str, torch.Tensor] = {"version": torch.tensor(self.version)}
+        state[f"rng/{self.team.rank if self.team else 0}"] = torch.get_rng_state()
+        for name, master in zip(self.masters.names, self.masters.trained(), strict=True):
+            state[f"weights/{name}"] = master.detach()
+            for key, value in self.optimizer.state[master].items():
+                state[f"optimizer/{name}/{key}"] = value
+        return state
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the model that it began with or exported."""
-        adapters = [master.detach() for master in self.masters.trained()] if self.config.lora.rank else []
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "adapters": adapters,
-            "torch_rng": torch.get_rng_state(),
-            "version": self.version,
-        }
+    def _load_state(self, folder: Path) -> None:
+        self._make_moments()
+        state = self._state()
+        read_state(folder, state, self.team)
+        self.masters.copy_back()
+        torch.set_rng_state(state[f"rng/{self.team.rank if self.team else 0}"])
+        self.version = int(state["version"])
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        if state["adapters"]:
-            with torch.no_grad():
-                for master, saved in zip(self.masters.trained(), state["adapters"], strict=True):
-                    master.copy_(saved)
-            self.masters.copy_back()
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["torch_rng"])
-        self.version = state["version"]
+    def _make_moments(self) -> None:
+        """Give the optimizer its states, by a step that changes nothing: what was saved is read into them."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for master in self.masters.trained():
+            master.grad = torch.zeros_like(master)
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

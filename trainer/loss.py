@@ -81,8 +81,13 @@ def policy_loss(
             "mismatch/k3": (torch.expm1(clamped_T) - mismatch_T).sum(),
             "mismatch/abs_mean": mismatch_T.abs().sum(),
         }
-        maxima = {"ratio/max": importance_T.max(), "mismatch/abs_max": mismatch_T.abs().max()}
+        maxima = {"ratio/max": _largest(importance_T), "mismatch/abs_max": _largest(mismatch_T.abs())}
     return LossTerms(loss, sums, maxima)
+
+
+def _largest(values_T: torch.Tensor) -> torch.Tensor:
+    """The maximum of numbers that are not negative; 0 where a rank has no tokens."""
+    return values_T.max() if len(values_T) else values_T.new_zeros(())
 
 
 def _correction(importance_T: torch.Tensor, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,13 +10,16 @@ class Masters:
 
     Args:
         model: with float32 parameters; those are converted to `dtype` in place.
+
+    Attributes:
+        names: of the trained weights, in the order of `trained`.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model = model
-        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         parameters = dict(model.named_parameters())
-        self._parameters = [parameters[name] for name in self._names]
+        self._parameters = [parameters[name] for name in self.names]
         self._masters: list[torch.nn.Parameter] = self._parameters
         if dtype != torch.bfloat16:
             return
@@ -44,12 +47,6 @@ class Masters:
             with torch.no_grad():
                 for parameter, master in zip(self._parameters, self._masters, strict=True):
                     parameter.copy_(master)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights by name, the trained ones in float32."""
-        trained = dict(zip(self._names, self._masters, strict=True))
-        state = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return state | {name: master.detach() for name, master in trained.items()}
 
 
 def _adder(master: torch.nn.Parameter):

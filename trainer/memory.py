@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from trainer.config import GrpoConfig
 from trainer.errors import UserError
 from trainer.head import CHUNK
@@ -55,6 +58,18 @@ def estimate(model_config: Any, parameters: int, config: GrpoConfig, ranks: int 
         activations=activations,
         head=2 * CHUNK * model_config.vocab_size * 4,
     )
+
+
+def check_fits(model: PreTrainedModel, config: GrpoConfig, device: torch.device) -> None:
+    """Refuse a model that this GPU cannot train; on a CPU there is no telling.
+
+    Raises:
+        UserError: see `check_memory`.
+    """
+    if device.type == "cuda":
+        count = sum(parameter.numel() for parameter in model.parameters())
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        check_memory(estimate(model.config, count, config, config.parallelism.ranks), free, config)
 
 
 def check_memory(need: MemoryEstimate, free_bytes: float, config: GrpoConfig) -> None:

@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from trainer.batch import MicroBatch
 from trainer.config import MemoryConfig
 from trainer.errors import UserError
-from trainer.head import head_logprobs
+from trainer.head import VocabularyPart, head_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -25,11 +27,7 @@ def load_model(
     Raises:
         UserError: the folder does not exist or holds no model that transformers can load.
     """
-    attention = "sdpa"
-    if device.type == "cuda":
-        from trainer.attention import register
-
-        attention = register()
+    attention = attention_for(device)
     try:
         if dummy:
             with device:
@@ -43,13 +41,26 @@ def load_model(
     return model.train()
 
 
+def attention_for(device: torch.device) -> str:
+    """Name of the attention that knows the boundaries of packed sequences on this device."""
+    if device.type != "cuda":
+        return "sdpa"
+    from trainer.attention import register
+
+    return register()
+
+
 class Policy(torch.nn.Module):
     """The model and its head as one forward pass. The layers compute in the parameters' type; the head's sums and the
-    softmax are float32 at least."""
+    softmax are float32 at least.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        vocabulary: ranks that each hold a part of the head's rows (`trainer.parallel`).
+    """
+
+    def __init__(self, model: PreTrainedModel, vocabulary: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.vocabulary = model, vocabulary
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob (with gradient) and entropy (without) of every trained token, [T]."""
@@ -59,10 +70,14 @@ class Policy(torch.nn.Module):
             if micro.ids_RL.is_cuda:
                 packed |= {"cu_seq_lens_q": micro.boundaries_S, "cu_seq_lens_k": micro.boundaries_S}
                 packed |= {"max_length_q": micro.longest, "max_length_k": micro.longest}
-        head_VD = cast(torch.nn.Linear, self.model.get_output_embeddings()).weight
+        head = self.model.get_output_embeddings() or self.model.get_input_embeddings()
+        head_VD, part = cast(torch.Tensor, head.weight), None
+        if self.vocabulary is not None:
+            head_VD = cast(DTensor, head_VD).to_local()
+            part = VocabularyPart(self.vocabulary.get_group(), self.vocabulary.get_local_rank() * len(head_VD))
         hidden_RLD = self.model.get_decoder()(input_ids=micro.ids_RL, use_cache=False, **packed).last_hidden_state
         hidden_TD = hidden_RLD.flatten(0, 1)[micro.index_T]
-        return head_logprobs(hidden_TD, head_VD, micro.targets_T, micro.temperature_T)
+        return head_logprobs(hidden_TD, head_VD, micro.targets_T, micro.temperature_T, part)
 
     def prepare(self, memory: MemoryConfig, compile_layers: bool) -> None:
         """Recompute activations where that is chosen, and compile the decoder's layers one by one."""

@@ -58,7 +58,7 @@ class RunFolder:
                 )
             run = cls(path)
             run.logs.mkdir(parents=True, exist_ok=True)
-        (path / "config.toml").write_text(tomli_w.dumps(_toml_data(config.model_dump(mode="json") | {"resume": False})))
+        (path / "config.toml").write_text(tomli_w.dumps(toml_data(config.model_dump(mode="json") | {"resume": False})))
         (path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
         return run
 
@@ -67,11 +67,13 @@ class RunFolder:
             file.write(json.dumps(metrics) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop what a resumed run will write again: metrics and episodes of steps after `step`."""
+        """Drop what a resumed run will write again: metrics and episodes of steps after `step`, and an unfinished line
+        that a killed run left."""
         if self.metrics.exists():
-            lines = [line for line in self.metrics.read_text().splitlines() if line.strip()]
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
-            self.metrics.write_text("".join(f"{line}\n" for line in kept))
+            whole = [line for line in self.metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            partial = self.metrics.with_suffix(".partial")
+            partial.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+            partial.replace(self.metrics)
         for path in (self.path / "episodes").glob("step_*.parquet"):
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
@@ -138,10 +140,10 @@ def _run_to_resume(config: GrpoConfig) -> Path:
     )
 
 
-def _toml_data(data: Any) -> Any:
+def toml_data(data: Any) -> Any:
     """TOML has no null: `None` travels as the string that pydantic_config reads as None."""
     if isinstance(data, dict):
-        return {key: _toml_data(value) for key, value in data.items()}
+        return {key: toml_data(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_toml_data(value) for value in data]
+        return [toml_data(value) for value in data]
     return "None" if data is None else data

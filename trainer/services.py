@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,13 @@ class Services:
     bridge_process: Child
     bridge: BridgeClient
     environment: EnvironmentServer
+    ranks: Sequence[Child] = ()
 
     def failure(self) -> str | None:
         """What to tell the user if a child has ended."""
-        if not self.bridge_process.running:
-            return _why_it_ended(self.bridge_process)
+        for process in (self.bridge_process, *self.ranks):
+            if not process.running:
+                return _why_it_ended(process)
         if not self.environment.running:
             return f"the environment server ended with exit code {self.environment.process.exitcode}"
         return None
@@ -45,8 +47,14 @@ class Services:
 
 
 @contextlib.asynccontextmanager
-async def start_services(bridge: BridgeConfig, environment: EnvironmentFile, logs: Path) -> AsyncIterator[Services]:
-    """Start both children side by side; on leaving, whatever happened, none is left. Their files go to `logs`."""
+async def start_services(
+    bridge: BridgeConfig, environment: EnvironmentFile, logs: Path, ranks: Sequence[Child] = ()
+) -> AsyncIterator[Services]:
+    """Start both children side by side; on leaving, whatever happened, none is left. Their files go to `logs`.
+
+    Args:
+        ranks: the learner's other ranks, running already, to be watched with the rest.
+    """
     async with contextlib.AsyncExitStack() as stack:
         settings, ready = logs / "bridge.toml", logs / "bridge.url"
         ready.unlink(missing_ok=True)
@@ -59,7 +67,7 @@ async def start_services(bridge: BridgeConfig, environment: EnvironmentFile, log
         stack.push_async_callback(server.stop)
         url = await _bridge_url(process, ready, bridge.engine.start_timeout)
         client = await stack.enter_async_context(BridgeClient(url))
-        yield Services(process, client, server)
+        yield Services(process, client, server, ranks)
 
 
 async def _bridge_url(process: Child, ready: Path, timeout: float) -> str:
@@ -73,7 +81,7 @@ async def _bridge_url(process: Child, ready: Path, timeout: float) -> str:
     return ready.read_text()
 
 
-def _why_it_ended(bridge: Child) -> str:
-    """The bridge's own last words, which name the cause; where it had none, its exit code and the end of its log."""
-    _, said, reason = f"\n{bridge.tail(60)}".rpartition("\nerror: ")
-    return reason if said else bridge.failure()
+def _why_it_ended(child: Child) -> str:
+    """Its own last words, which name the cause; where it had none, its exit code and the end of its log."""
+    _, said, reason = f"\n{child.tail(60)}".rpartition("\nerror: ")
+    return reason if said else child.failure()

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import bridge.transfer
 from tests.conftest import forward_logprobs
+from trainer.checkpoint import complete_checkpoints
 from trainer.cli import main
 from trainer.tiny import tiny_model_dir
 
@@ -99,31 +102,121 @@ def test_a_run_folder_holds_what_the_docs_say(still_run: Path):
         assert name in row
 
 
-def test_training_in_two_parts_equals_training_in_one(tmp_path: Path):
-    common = ["--output-dir", str(tmp_path), "--sampling.seed", "7", "--learning-rate", "1e-3"]
+def test_a_run_killed_anywhere_and_resumed_is_the_run_that_was_not(tmp_path: Path):
+    """Equal to the last bit: with one request at a time no sum in the engine depends on what else it is doing."""
+    common = [*RECIPE, *SMALL, "--output-dir", str(tmp_path), "--sampling.seed", "7", "--learning-rate", "1e-3"]
+    common += ["--bridge.engine.max-num-seqs", "1", "--checkpoint.interval", "1", "--max-steps", "5"]
     common += ["--validation.interval", "2", "--validation.problems", "8"]
-    assert train(*common, "--run-name", "whole", "--max-steps", "4").returncode == 0
-    assert train(*common, "--run-name", "parts", "--max-steps", "2").returncode == 0
-    resumed = subprocess.run(
-        command("@", str(tmp_path / "parts" / "config.toml"), "--resume", "--max-steps", "4"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    whole = subprocess.run(command(*common, "--run-name", "whole"), capture_output=True, text=True, timeout=300)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+
+    folder = tmp_path / "parts"
+    resume = ["@", str(folder / "config.toml"), "--resume"]
+
+    def updating(pid: int) -> bool:
+        return bool(weight_files(pid)) and bool(complete_checkpoints(folder / "checkpoints"))
+
+    killed_when([*common, "--run-name", "parts"], updating, "inside a weight update")
+    killed_when(resume, lambda _: (folder / "checkpoints" / ".step_000003.partial").exists(), "inside a checkpoint")
+    last = complete_checkpoints(folder / "checkpoints")[-1].name
+    rollout = Random(os.getpid()).uniform(0, 0.5)
+    killed_when(resume, lambda _: steps_of(folder) == 4 and not time.sleep(rollout), f"{rollout:.2f} s after step 4")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "vers')  # the line that a kill in the middle of writing leaves
+    done = subprocess.run(command(*resume), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
     timed = re.compile(r"time/|throughput/")
-    for one, two in zip(whole, parts, strict=True):
-        assert one.keys() == two.keys()
-        for name in one:
-            if not timed.match(name):
-                assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-    for step in range(1, 5):
-        rows = [
-            pq.read_table(tmp_path / run / "episodes" / f"step_{step:06d}.parquet").to_pylist()
-            for run in ("whole", "parts")
-        ]
-        assert [row["ids"] for row in rows[0]] == [row["ids"] for row in rows[1]]
+    for one, two in zip(metrics(tmp_path / "whole"), metrics(folder), strict=True):
+        assert {k: v for k, v in one.items() if not timed.match(k)} == {
+            k: v for k, v in two.items() if not timed.match(k)
+        }, last
+    for step in range(1, 6):
+        columns = ["task_id", "ids", "logprobs", "versions", "advantage", "reward"]
+        name = Path("episodes", f"step_{step:06d}.parquet")
+        assert pq.read_table(tmp_path / "whole" / name, columns=columns).equals(
+            pq.read_table(folder / name, columns=columns)
+        )
+    weights = [load_file(run / "checkpoints/step_000005/model.safetensors") for run in (tmp_path / "whole", folder)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+def killed_when(args: list[str], moment: Callable[[int], bool], name: str) -> None:
+    """Start a run and SIGKILL its controller as soon as `moment(pid)` is true."""
+    process = subprocess.Popen(command(*args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 180
+    try:
+        while not moment(process.pid):
+            assert process.poll() is None and time.monotonic() < deadline, f"never {name}"
+            time.sleep(0.0005)
+        everyone = family(psutil.Process(process.pid))
+    finally:
+        process.kill()
+        process.communicate()
+    assert not survivors(everyone)
+
+
+def weight_files(controller: int) -> list[Path]:
+    """Weights on their way to the engines of this run."""
+    bridges = {process.pid for process in psutil.Process(controller).children()}
+    found = Path("/dev/shm").glob("vf-grpo-weights-*/*.safetensors")
+    return [path for path in found if _owner(path.parent) in bridges]
+
+
+def steps_of(folder: Path) -> int:
+    return max((row["step"] for row in metrics(folder)), default=0)
+
+
+def test_two_ranks_train_as_one_command_and_stop_together(tmp_path: Path):
+    log = tmp_path / "log"
+    args = ["--parallelism.tensor-parallel-size", "2", "--checkpoint.interval", "2", "--max-steps", "1000"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command(*RECIPE, *SMALL, *args, "--output-dir", str(tmp_path), "--run-name", "team"),
+            stdout=file,
+            stderr=file,
+        )
+    deadline = time.monotonic() + 180
+    while "step    3" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    everyone = family(psutil.Process(process.pid))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert "checkpoint saved" in log.read_text() and "Traceback" not in log.read_text()
+    assert not survivors(everyone)
+    rows = [row for row in metrics(tmp_path / "team") if "loss" in row]
+    assert all(row["mismatch/abs_max"] < 1e-4 and row["grad_norm"] > 0 for row in rows)
+    saved = complete_checkpoints(tmp_path / "team" / "checkpoints")[-1]
+    alone = ["@", str(tmp_path / "team" / "config.toml"), "--resume", "--parallelism.tensor-parallel-size", "1"]
+    steps = int(saved.name.removeprefix("step_"))
+    done = subprocess.run(command(*alone, "--max-steps", str(steps + 1)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = metrics(tmp_path / "team")[-1]
+    assert last["step"] == steps + 1 and last["mismatch/abs_max"] < 1e-4
+
+
+def test_a_lost_rank_ends_the_run_naming_it(tmp_path: Path):
+    log = tmp_path / "log"
+    args = ["--parallelism.data-parallel-size", "2", "--max-steps", "1000"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command(*RECIPE, *SMALL, *args, "--output-dir", str(tmp_path), "--run-name", "team"),
+            stdout=file,
+            stderr=file,
+        )
+    deadline = time.monotonic() + 180
+    while "step    1" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    everyone = family(psutil.Process(process.pid))
+    (rank,) = [p for p in everyone[1:] if p.cmdline()[1:3] == ["-m", "trainer.grpo"]]
+    os.kill(rank.pid, signal.SIGKILL)
+    assert process.wait(30) == 1
+    assert "error: trainer rank 1 ended with exit code -9" in log.read_text()
+    assert not survivors(everyone)
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])

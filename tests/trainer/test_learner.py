@@ -9,6 +9,7 @@ from bridge.protocol import Sample
 from tests.conftest import forward_logprobs
 from tests.trainer.test_batch import sample
 from trainer.batch import make_batch
+from trainer.checkpoint import Checkpoints, load_learner_state
 from trainer.config import GrpoConfig, LossConfig, OptimizerConfig
 from trainer.errors import UserError
 from trainer.learner import Learner
@@ -74,14 +75,15 @@ def test_an_update_makes_rewarded_tokens_likelier_and_punished_ones_less_likely(
         assert sign * (float(now) - float(one.logprobs.sum())) > 0
 
 
-def test_a_restored_learner_continues_bit_for_bit():
+def test_a_restored_learner_continues_bit_for_bit(tmp_path: Path):
     straight, first = learner(learning_rate=1e-5), learner(learning_rate=1e-5)
     batch = make_batch(sampled_by(straight.model), [1.0, -1.0, 0.5], 10_000)
     straight.step(batch)
     first.step(batch)
     second = learner(learning_rate=1e-5)
-    second.model.load_state_dict(first.model.state_dict())
-    second.load_state(first.state())
+    first.write_state(tmp_path)
+    first.state_written()
+    second.load_state(tmp_path)
     straight.config.max_mismatch = second.config.max_mismatch = 10.0
     assert straight.step(batch)["loss"] == second.step(batch)["loss"]
     assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True))
@@ -164,13 +166,15 @@ def test_adapters_alone_are_trained_and_what_is_exported_is_the_whole_model(tmp_
     policy.step(batch)
     now = dict(policy.model.named_parameters())
     assert all(torch.equal(now[name], tensor) for name, tensor in base.items())
-    policy.export(tmp_path)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    checkpoints = Checkpoints(tmp_path, 2, tiny_model_dir())
+    checkpoints.begin(2, policy, {})
+    checkpoints.finish()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002", dtype=torch.float32)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         assert (exported(ids).logits - policy.model(ids).logits).abs().max() < 1e-4
     restored = learner(lora={"rank": 4}, learning_rate=1e-3, max_mismatch=1e6)
-    restored.load_state(policy.state())
+    load_learner_state(tmp_path / "step_000002", restored)
     assert restored.step(batch)["loss"] == policy.step(batch)["loss"]
 
 
@@ -209,4 +213,4 @@ def test_bfloat16_training_moves_the_weights_at_a_small_learning_rate_and_publis
     moved = sum(int((a != b).sum()) for a, b in zip(before, policy.masters.trained(), strict=True))
     assert moved > 0.9 * sum(p.numel() for p in before)
     assert metrics["mismatch/abs_mean"] < 0.1
-    assert {tensor.dtype for _, tensor in policy.named_weights()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in policy.weights().values()} == {torch.bfloat16}
