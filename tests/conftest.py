@@ -40,7 +40,7 @@ def serving(model: str | Path, folder: Path, *args: str) -> Iterator[str]:
         yield ready.read_text()
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ def bridged(folder: Path, ports: list[int], *settings: str) -> Iterator[str]:
         yield ready.read_text()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_the_adapter_follows_the_servers_version_and_the_probe_decides(tmp_path:
             time.sleep(0.05)
         assert ready.exists() == works, (tmp_path / "bridge.log").read_text()
         bridge.terminate()
-        bridge.wait(20)
+        bridge.wait(60)
     if not works:
         assert f"the vLLM {version} server does not answer as the bridge needs" in (tmp_path / "bridge.log").read_text()
 

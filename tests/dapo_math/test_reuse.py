@@ -344,7 +344,7 @@ def test_prime_rl_itself_reads_the_page_and_runs_an_episode(tmp_path: Path):
             assert result["metrics"]["verdict/correct"] == value
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 # tinker-cookbook
